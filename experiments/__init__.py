@@ -1,0 +1,1 @@
+"""Experiments: one file each. They drive the library and append records."""

@@ -1,0 +1,1 @@
+"""Measuring: timing, gates, records and provenance, shared by every experiment."""

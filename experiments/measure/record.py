@@ -1,0 +1,188 @@
+"""The record: one case x arm x replicate with its raw samples, one JSON object a line. Standard library only.
+
+A record is evidence. It is appended once and never changed; failures are records too. A record of status ``ok`` cannot
+be constructed without samples and without passed correctness blocks from before *and* after timing, and one that has
+no passed correctness cannot hold samples, so that no table can show the speed of a wrong result.
+
+Records of the arms of one case that were timed together, in one process, share ``group``; only samples of one group
+may be compared. ``arms`` lists the arms of the group: a group that lacks one was cut short and is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = "replayssm.record/1"
+STATUSES = ("ok", "oom", "unsupported", "incorrect", "error", "timeout")
+MOMENTS = ("before", "after")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One compared quantity: relative error by norm against float64, and the budget it had to stay within."""
+
+    quantity: str
+    error: float
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        return math.isfinite(self.error) and math.isfinite(self.budget) and self.error <= self.budget
+
+
+@dataclass(frozen=True)
+class Correctness:
+    """One check of an arm over one whole flush cycle, ``before`` or ``after`` its timing.
+
+    ``rows`` are the batch rows compared with float64, ``copies`` the rotated copies compared. ``flushes_counted`` is
+    what the kernels counted over the span the check covers, ``flushes_expected`` follows from the protocol.
+    """
+
+    moment: str
+    comparisons: tuple[Comparison, ...]
+    rows: tuple[int, ...]
+    copies: tuple[int, ...]
+    cursor_equal: bool
+    flushes_counted: int
+    flushes_expected: int
+    copies_touched: int
+    copies_expected: int
+
+    def __post_init__(self) -> None:
+        if self.moment not in MOMENTS:
+            raise ValueError(f"moment={self.moment!r} is unknown; accepted: {', '.join(MOMENTS)}")
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults()
+
+    def faults(self) -> list[str]:
+        """What is wrong, one phrase each; empty when the check passed."""
+        found = [
+            f"{c.quantity} error {c.error:.3g} exceeds budget {c.budget:.3g}" for c in self.comparisons if not c.passed
+        ]
+        if not self.comparisons or not self.rows or not self.copies:
+            found.append("nothing was compared")
+        if not self.cursor_equal:
+            found.append("cursor differs from the protocol's")
+        if self.flushes_counted != self.flushes_expected:
+            found.append(f"{self.flushes_counted} flushes counted, {self.flushes_expected} expected")
+        if self.copies_touched != self.copies_expected:
+            found.append(f"{self.copies_touched} of {self.copies_expected} copies touched")
+        return found
+
+
+@dataclass(frozen=True)
+class Record:
+    """One case x arm x replicate. Units are in the names; see the module docstring for what may be constructed."""
+
+    # identity
+    group: str
+    experiment: str
+    case_hash: str
+    arm: str
+    arm_hash: str
+    arms: tuple[str, ...]
+    replicate: int
+    status: str
+    message: str
+    # what was run
+    case: dict[str, Any]
+    arm_config: dict[str, Any]
+    code: dict[str, Any]
+    packages: dict[str, str]
+    device: dict[str, Any]
+    device_state: dict[str, Any]
+    environment: dict[str, str]
+    argv: tuple[str, ...]
+    seeds: dict[str, int]
+    started_utc: str
+    ended_utc: str
+    # what was measured
+    timing_asked: dict[str, Any]
+    timing_used: dict[str, Any] = field(default_factory=dict)
+    samples_ns: tuple[tuple[int, ...], ...] = ()
+    """Elapsed time by round; each sample is ``layer_steps_per_sample`` layer steps, whole flush cycles."""
+    again_samples_ns: tuple[tuple[int, ...], ...] = ()
+    """A/A: the same arm timed a second time in each round; only one arm of a group has it."""
+    layer_steps_per_sample: int = 0
+    correctness: tuple[Correctness, ...] = ()
+    traffic: dict[str, Any] = field(default_factory=dict)
+    bandwidth: dict[str, Any] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+    schema: str = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ValueError(f"schema={self.schema!r} is not {SCHEMA!r}")
+        if self.status not in STATUSES:
+            raise ValueError(f"status={self.status!r} is unknown; accepted: {', '.join(STATUSES)}")
+        if self.arm not in self.arms:
+            raise ValueError(f"arm={self.arm!r} is not among the group's arms {list(self.arms)}")
+        samples = [s for r in (*self.samples_ns, *self.again_samples_ns) for s in r]
+        if any(isinstance(s, bool) or not isinstance(s, int) or s <= 0 for s in samples):
+            raise ValueError("samples must be positive integers in nanoseconds")
+        passed = {c.moment for c in self.correctness if c.passed}
+        if not all(c.passed for c in self.correctness) or passed != set(MOMENTS):
+            if samples:
+                raise ValueError("a record with samples needs passed correctness before and after timing")
+            if self.status == "ok":
+                raise ValueError("status 'ok' needs passed correctness before and after timing")
+        if self.status == "ok" and (not self.samples_ns or not all(self.samples_ns)):
+            raise ValueError("status 'ok' needs a sample in every round")
+        if self.status != "ok" and samples:
+            raise ValueError(f"status {self.status!r} cannot hold samples")
+        if self.status != "ok" and not self.message:
+            raise ValueError(f"status {self.status!r} needs a message")
+        if samples and self.layer_steps_per_sample < 1:
+            raise ValueError("samples need layer_steps_per_sample of at least 1")
+        if self.again_samples_ns and [len(r) for r in self.again_samples_ns] != [len(r) for r in self.samples_ns]:
+            raise ValueError("A/A samples must match the samples round by round")
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str, int]:
+        """Resume key: schema, case, arm, the arm's sources, device, replicate."""
+        return (self.schema, self.case_hash, self.arm, self.arm_hash, str(self.device["name"]), self.replicate)
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}:{self.arm}"
+
+    def to_json(self) -> str:
+        """One line without a newline. Raises ``ValueError`` on a NaN or infinity, which JSON cannot hold."""
+        data = {"schema": self.schema, "id": self.id} | dataclasses.asdict(self)
+        for block, check in zip(data["correctness"], self.correctness, strict=True):
+            block["passed"] = check.passed
+            for row, comparison in zip(block["comparisons"], check.comparisons, strict=True):
+                row["error"] = row["error"] if math.isfinite(comparison.error) else str(comparison.error)
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Parse and re-validate one line; raises ``ValueError`` that says what is wrong with it."""
+        try:
+            data = json.loads(line)
+            data.pop("id")
+            blocks = data.pop("correctness")
+            stated = [block.pop("passed") for block in blocks]
+            data["correctness"] = tuple(_correctness(block) for block in blocks)
+            for name in ("samples_ns", "again_samples_ns"):
+                data[name] = tuple(tuple(r) for r in data[name])
+            data["arms"], data["argv"] = tuple(data["arms"]), tuple(data["argv"])
+            record = cls(**data)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a {SCHEMA} object: {error}") from None
+        if stated != [c.passed for c in record.correctness]:
+            raise ValueError("a correctness block states another verdict than its numbers give")
+        return record
+
+
+def _correctness(block: dict[str, Any]) -> Correctness:
+    comparisons = tuple(Comparison(c["quantity"], float(c["error"]), c["budget"]) for c in block.pop("comparisons"))
+    return Correctness(
+        comparisons=comparisons, rows=tuple(block.pop("rows")), copies=tuple(block.pop("copies")), **block
+    )
