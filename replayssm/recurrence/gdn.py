@@ -22,9 +22,9 @@ Rule", 2024):
 
 a unit lower triangular system, solved by substitution.
 
-Two folds. From d: the identity above, as it stands. d was computed from the copy of the state that was *read*; an error
-of that copy reaches the next checkpoint through it. From raw inputs: d is solved again from v, k, beta and g against the
-checkpoint itself with the triangular system, so nothing that was read enters.
+Two folds. From d: the identity above, as it stands. d was computed from the copy of the state that was *read*; an
+error of that copy reaches the next checkpoint through it. From raw inputs: d is solved again from v, k, beta and g
+against the checkpoint itself with the triangular system, so nothing that was read enters.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ring(NamedTuple):
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """``(g, beta)``, each ``[B,HV]``, from the raw projections: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+    """``(g, beta)``, each ``[B,HV]``: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b) of the projections.
 
     float64 stays float64, everything else becomes float32.
     """

@@ -1,0 +1,72 @@
+"""The stored-state step in torch, in place: as few passes over the state as torch's own kernels allow.
+
+Mamba-2 takes three (decay, outer product, output), GDN and KDA four (also the product with k).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from replayssm.recurrence import gdn, mamba2
+
+
+def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor) -> None:
+    """One token of the plain recurrence, in place on ``state [S,H,P,N]``; see `replayssm.kernels` for the call."""
+    rows = (slots >= 0).nonzero()[:, 0]
+    live = slots[rows]
+    if len(rows) == 0:
+        return
+    step = _mamba2 if isinstance(inputs, mamba2.Inputs) else _delta
+    view = consecutive(state, live)
+    current = state[live] if view is None else view
+    result = step(current, select(inputs, rows))
+    if view is None:
+        state[live] = current
+    out[rows] = result.to(out.dtype)
+
+
+def select(inputs: Any, rows: Tensor) -> Any:
+    """The chosen rows of a family's per-token tensors; A and D of Mamba-2 belong to the layer and stay whole."""
+    return type(inputs)(
+        *(
+            tensor if tensor is None or name in ("A", "D") else tensor[rows]
+            for name, tensor in zip(inputs._fields, inputs, strict=True)
+        )
+    )
+
+
+def consecutive(tensor: Tensor, live: Tensor) -> Tensor | None:
+    """A view of the slots ``live`` where they follow one another, so that nothing is copied; otherwise None."""
+    first, last = int(live[0]), int(live[-1])
+    if last - first + 1 == len(live) and bool((live.diff() == 1).all()):
+        return tensor[first : last + 1]
+    return None
+
+
+def _mamba2(state: Tensor, inputs: mamba2.Inputs) -> Tensor:
+    x, B, C, dt, A = (t.to(state.dtype) for t in inputs[:5])
+    share = state.shape[1] // B.shape[1]
+    B, C = B.repeat_interleave(share, dim=1), C.repeat_interleave(share, dim=1)
+    state.mul_(torch.exp(A * dt)[..., None, None])
+    state.addcmul_((dt[..., None] * x)[..., None], B[..., None, :])
+    y = (state @ C[..., None])[..., 0]
+    if inputs.D is not None:
+        y += inputs.D.to(y.dtype)[:, None] * x
+    return y if inputs.z is None else y * F.silu(inputs.z.to(y.dtype))
+
+
+def _delta(state: Tensor, inputs: gdn.Inputs) -> Tensor:
+    """GDN and KDA: they differ in the shape of g only, ``[B,H]`` or ``[B,H,K]``."""
+    q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
+    share = state.shape[1] // k.shape[1]
+    q = (q * gdn.rnorm(q)[..., None] * q.shape[-1] ** -0.5).repeat_interleave(share, dim=1)
+    k = (k * gdn.rnorm(k)[..., None]).repeat_interleave(share, dim=1)
+    decay = torch.exp(g)
+    state.mul_(decay[..., None, None] if g.dim() == 2 else decay[..., None, :])
+    d = beta[..., None] * (v - (state @ k[..., None])[..., 0])
+    state.addcmul_(d[..., None], k[..., None, :])
+    return (state @ q[..., None])[..., 0]
