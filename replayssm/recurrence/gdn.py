@@ -35,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.recurrence.decay import after, between
+
 EPS = 1e-6
 """Added to the squared norm inside the root, as the published models' layers do."""
 
@@ -51,6 +53,10 @@ class Inputs(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
+
+    def rows(self, index: Tensor) -> Inputs:
+        """The chosen rows."""
+        return Inputs(*(tensor[index] for tensor in self))
 
 
 class Ring(NamedTuple):
@@ -101,12 +107,11 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
     share = state.shape[1] // k.shape[1]
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
 
-    G = ring.g.cumsum(-1)
     total = ring.g.sum(-1) + g
     qk = torch.stack([q, k], dim=-1)
     kqk = torch.einsum("bgjk,bgkc->bgjc", ring.k * ring.k_rnorm[..., None], qk).repeat_interleave(share, dim=1)
     Sqk = torch.einsum("bhvk,bhkc->bhvc", state, qk.repeat_interleave(share, dim=1))
-    weight = torch.exp(total[..., None] - G)[..., None] * kqk
+    weight = torch.exp(after(ring.g, -1) + g[..., None])[..., None] * kqk
     Sqk = torch.exp(total)[..., None, None] * Sqk + torch.einsum("bhjc,bhjv->bhvc", weight, ring.d)
     d = beta[..., None] * (v - Sqk[..., 1])
     return Sqk[..., 0] + d * (k * q).sum(-1).repeat_interleave(share, dim=1)[..., None], d
@@ -116,9 +121,10 @@ def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """The checkpoint ``[B,HV,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
     ring = _valid(ring, length, state.dtype)
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
-    total = ring.g.sum(-1)
-    weight = torch.exp(total[..., None] - ring.g.cumsum(-1))
-    return torch.exp(total)[..., None, None] * state + torch.einsum("bhjv,bhjk->bhvk", weight[..., None] * ring.d, k)
+    weight = torch.exp(after(ring.g, -1))
+    return torch.exp(ring.g.sum(-1))[..., None, None] * state + torch.einsum(
+        "bhjv,bhjk->bhvk", weight[..., None] * ring.d, k
+    )
 
 
 def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
@@ -129,9 +135,9 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     if ring.v is None or ring.beta is None:
         raise ValueError("fold_raw needs a ring with v and beta; this one holds d only")
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
-    G = ring.g.cumsum(-1)
-    Hk = torch.exp(G)[..., None] * torch.einsum("bhvk,bhjk->bhjv", state, k)
-    d = _solve(torch.einsum("bhsk,bhrk->bhsr", k, k) * _decay(G), ring.v - Hk, ring.beta)
+    Hk = torch.exp(ring.g.cumsum(-1))[..., None] * torch.einsum("bhvk,bhjk->bhjv", state, k)
+    kk = torch.einsum("bhsk,bhrk->bhsr", k, k)
+    d = _solve(kk * torch.exp(between(ring.g, -1)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 
@@ -144,8 +150,7 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[T
     old_k = ring.k * ring.k_rnorm[..., None]
 
     Gs = g.cumsum(-1)
-    past = ring.g.sum(-1)[..., None] - ring.g.cumsum(-1)
-    since_ring = torch.exp(Gs[..., :, None] + past[..., None, :])
+    since_ring = torch.exp(Gs[..., :, None] + after(ring.g, -1)[..., None, :])
     since_checkpoint = torch.exp(Gs + ring.g.sum(-1)[..., None])[..., None]
 
     def history(a: Tensor) -> Tensor:
@@ -156,17 +161,10 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[T
 
     kk = torch.einsum("bgsk,bgrk->bgsr", k, k).repeat_interleave(share, dim=1)
     qk = torch.einsum("bgsk,bgrk->bgsr", q, k).repeat_interleave(share, dim=1)
-    decay = _decay(Gs)
+    decay = torch.exp(between(g, -1))
     d = _solve(kk * decay, v - history(k), beta)
     o = history(q) + torch.einsum("bhsr,bhrv->bhsv", qk * decay, d)
     return o.transpose(1, 2), d.transpose(1, 2)
-
-
-def _decay(G: Tensor) -> Tensor:
-    """exp(G_s - G_r) for s >= r and 0 above the diagonal, ``[..., T] -> [..., T, T]``."""
-    difference = G[..., :, None] - G[..., None, :]
-    seen = torch.ones(difference.shape[-2:], dtype=torch.bool, device=G.device).tril()
-    return torch.exp(difference.masked_fill(~seen, -torch.inf))
 
 
 def _solve(products: Tensor, error: Tensor, beta: Tensor) -> Tensor:
@@ -180,7 +178,7 @@ def _valid(ring: Ring, length: Tensor, dtype: torch.dtype) -> Ring:
     free = torch.arange(ring.g.shape[2], device=length.device) >= length[:, None]
 
     def keep(t: Tensor) -> Tensor:
-        return t.to(dtype).masked_fill(free.view(len(free), 1, -1, *[1] * (t.dim() - 3)), 0.0)
+        return t.to(dtype).masked_fill(free.view(len(free), 1, ring.g.shape[2], *[1] * (t.dim() - 3)), 0.0)
 
     raw = {name: keep(t) for name in ("v", "beta") if (t := getattr(ring, name)) is not None}
     return Ring(keep(ring.k), keep(ring.k_rnorm), keep(ring.d), keep(ring.g), **raw)

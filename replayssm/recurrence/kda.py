@@ -13,7 +13,7 @@ The decay acts on the key side, so the replay identity of ReplaySSM becomes, wit
     S_p a = S_0 (exp(G_p) * a) + sum_j d_j sum_c k_j[c] a[c] exp(G_p[c] - G_j[c])
 
 Windows and folds follow `replayssm.recurrence.gdn` with exp(G_s - G_r) inside the dot product. exp(-G) is never formed:
-with a decay of -5 a step it overflows float32 after 18 tokens, while every difference used here is at most zero.
+with a decay of -5 a step it overflows float32 after 18 tokens, while every exponent used here is at most zero.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.recurrence.decay import after, between
 from replayssm.recurrence.gdn import EPS, Inputs, Ring, _solve, _valid, rnorm
 
 __all__ = ["EPS", "Inputs", "Ring", "fold", "fold_raw", "gates", "read", "rnorm", "step", "verify"]
@@ -56,7 +57,7 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
 
     total = ring.g.sum(2) + g
-    decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(total[:, :, None] - ring.g.cumsum(2))
+    decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(after(ring.g, 2) + g[:, :, None])
     qk = torch.stack([q, k], dim=-1)
     Sqk = torch.einsum("bhvk,bhkc->bhvc", state, torch.exp(total)[..., None] * qk)
     Sqk = Sqk + torch.einsum("bhjv,bhjc->bhvc", ring.d, torch.einsum("bhjk,bhkc->bhjc", decayed_k, qk))
@@ -67,9 +68,8 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
 def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """The checkpoint ``[B,H,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
     ring = _valid(ring, length, state.dtype)
-    total = ring.g.sum(2)
-    decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(total[:, :, None] - ring.g.cumsum(2))
-    return torch.exp(total)[:, :, None] * state + torch.einsum("bhjv,bhjk->bhvk", ring.d, decayed_k)
+    decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(after(ring.g, 2))
+    return torch.exp(ring.g.sum(2))[:, :, None] * state + torch.einsum("bhjv,bhjk->bhvk", ring.d, decayed_k)
 
 
 def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
@@ -80,9 +80,8 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     if ring.v is None or ring.beta is None:
         raise ValueError("fold_raw needs a ring with v and beta; this one holds d only")
     k = ring.k * ring.k_rnorm[..., None]
-    G = ring.g.cumsum(2)
-    Hk = torch.einsum("bhvk,bhjk->bhjv", state, torch.exp(G) * k)
-    d = _solve(_products(k, G, k, G), ring.v - Hk, ring.beta)
+    Hk = torch.einsum("bhvk,bhjk->bhjv", state, torch.exp(ring.g.cumsum(2)) * k)
+    d = _solve(_products(k, k, between(ring.g, 2)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 
@@ -92,24 +91,21 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[T
     ring = _valid(ring, length, state.dtype)
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
     old_k = ring.k * ring.k_rnorm[..., None]
-    # Cumulative decays are counted from the checkpoint, so that ring and window share one origin.
-    old_G = ring.g.cumsum(2)
-    G = ring.g.sum(2)[:, :, None] + g.cumsum(2)
+    G = g.cumsum(2)
+    since_checkpoint = torch.exp(G + ring.g.sum(2)[:, :, None])
+    since_ring = G[:, :, :, None] + after(ring.g, 2)[:, :, None]
+    in_window = between(g, 2)
 
     def history(a: Tensor) -> Tensor:
         """S'_s a_s without the window's own tokens, ``[B,H,T,V]``, for ``a [B,H,T,K]``."""
-        from_checkpoint = torch.einsum("bhvk,bhtk->bhtv", state, torch.exp(G) * a)
-        return from_checkpoint + torch.einsum("bhtj,bhjv->bhtv", _products(a, G, old_k, old_G, causal=False), ring.d)
+        from_checkpoint = torch.einsum("bhvk,bhtk->bhtv", state, since_checkpoint * a)
+        return from_checkpoint + torch.einsum("bhtj,bhjv->bhtv", _products(a, old_k, since_ring), ring.d)
 
-    d = _solve(_products(k, G, k, G), v - history(k), beta)
-    o = history(q) + torch.einsum("bhsr,bhrv->bhsv", _products(q, G, k, G), d)
+    d = _solve(_products(k, k, in_window), v - history(k), beta)
+    o = history(q) + torch.einsum("bhsr,bhrv->bhsv", _products(q, k, in_window), d)
     return o.transpose(1, 2), d.transpose(1, 2)
 
 
-def _products(a: Tensor, Ga: Tensor, k: Tensor, Gk: Tensor, causal: bool = True) -> Tensor:
-    """sum_c a_s[c] k_r[c] exp(Ga_s[c] - Gk_r[c]), ``[B,H,S,R]``; with ``causal`` zero where r > s."""
-    difference = Ga[:, :, :, None] - Gk[:, :, None]
-    if causal:
-        seen = torch.ones(difference.shape[2:4], dtype=torch.bool, device=a.device).tril()
-        difference = difference.masked_fill(~seen[..., None], -torch.inf)
-    return torch.einsum("bhsk,bhrk,bhsrk->bhsr", a, k, torch.exp(difference))
+def _products(a: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """sum_c a_s[c] k_r[c] exp(log_decay_sr[c]), ``[B,H,S,R]`` from ``[B,H,S,K]``, ``[B,H,R,K]``, ``[B,H,S,R,K]``."""
+    return torch.einsum("bhsk,bhrk,bhsrk->bhsr", a, k, torch.exp(log_decay))

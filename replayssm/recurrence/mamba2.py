@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.recurrence.decay import after, between
+
 
 class Inputs(NamedTuple):
     """One token a row, after the convolution: ``x [B,H,P]``, ``B, C [B,G,N]``, ``dt [B,H]`` as `discretize` gives it,
@@ -41,6 +43,11 @@ class Inputs(NamedTuple):
     A: Tensor
     D: Tensor | None = None
     z: Tensor | None = None
+
+    def rows(self, index: Tensor) -> Inputs:
+        """The chosen rows; A and D belong to the layer and stay whole."""
+        z = None if self.z is None else self.z[index]
+        return Inputs(self.x[index], self.B[index], self.C[index], self.dt[index], self.A, self.D, z)
 
 
 class Ring(NamedTuple):
@@ -85,11 +92,10 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> Tensor:
     dts = torch.cat([ring.dt, dt[:, :, None]], dim=2)
     share = state.shape[1] // B.shape[1]
 
-    c = dts.cumsum(-1)
     BC = torch.einsum("bgjn,bgn->bgj", Bs, C).repeat_interleave(share, dim=1)
-    w = dts * torch.exp(A[:, None] * (c[..., -1:] - c))
+    w = dts * torch.exp(after(A[:, None] * dts, -1))
     SC = torch.einsum("bhpn,bhn->bhp", state, C.repeat_interleave(share, dim=1))
-    y = torch.exp(A * c[..., -1])[..., None] * SC + torch.einsum("bhj,bhjp->bhp", w * BC, xs)
+    y = torch.exp(A * dts.sum(-1))[..., None] * SC + torch.einsum("bhj,bhjp->bhp", w * BC, xs)
     return _finish(y, inputs)
 
 
@@ -97,11 +103,11 @@ def fold(state: Tensor, ring: Ring, length: Tensor, A: Tensor) -> Tensor:
     """The checkpoint ``[B,H,P,N]`` moved forward over the ring's ``length [B]`` tokens; ``state`` is not changed."""
     ring = _valid(ring, length, state.dtype)
     A = A.to(state.dtype)
-    c = ring.dt.cumsum(-1)
-    total = ring.dt.sum(-1)
-    w = ring.dt * torch.exp(A[:, None] * (total[..., None] - c))
+    w = ring.dt * torch.exp(after(A[:, None] * ring.dt, -1))
     B = ring.B.repeat_interleave(state.shape[1] // ring.B.shape[1], dim=1)
-    return torch.exp(A * total)[..., None, None] * state + torch.einsum("bhjp,bhjn->bhpn", w[..., None] * ring.x, B)
+    return torch.exp(A * ring.dt.sum(-1))[..., None, None] * state + torch.einsum(
+        "bhjp,bhjn->bhpn", w[..., None] * ring.x, B
+    )
 
 
 def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> Tensor:
@@ -111,20 +117,16 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> Tensor:
     """
     x, B, C, dt, A = (t.to(state.dtype) for t in inputs[:5])
     ring = _valid(ring, length, state.dtype)
-    window, kept = x.shape[1], ring.dt.shape[-1]
-    xs = torch.cat([ring.x, x.transpose(1, 2)], dim=2)
-    Bs = torch.cat([ring.B, B.transpose(1, 2)], dim=2)
-    dts = torch.cat([ring.dt, dt.transpose(1, 2)], dim=2)
-    share = state.shape[1] // B.shape[2]
-    C = C.transpose(1, 2)
+    x, B, C, dt = (t.transpose(1, 2) for t in (x, B, C, dt))
+    xs, Bs, dts = (torch.cat(pair, dim=2) for pair in ((ring.x, x), (ring.B, B), (ring.dt, dt)))
+    share = state.shape[1] // B.shape[1]
 
-    c = dts.cumsum(-1)
-    past = c[..., kept:, None] - c[..., None, :]
-    seen = torch.ones(window, kept + window, dtype=torch.bool, device=state.device).tril(kept)
-    decay = torch.exp(A[:, None, None] * past.masked_fill(~seen, 0.0)) * seen
+    g, old_g = A[:, None] * dt, A[:, None] * ring.dt
+    c = g.cumsum(-1)[..., None]
+    decay = torch.exp(torch.cat([c + after(old_g, -1)[..., None, :], between(g, -1)], dim=-1))
     BC = torch.einsum("bgtn,bgjn->bgtj", C, Bs).repeat_interleave(share, dim=1)
     SC = torch.einsum("bhpn,bhtn->bhtp", state, C.repeat_interleave(share, dim=1))
-    y = torch.exp(A[:, None] * c[..., kept:])[..., None] * SC
+    y = torch.exp(c + old_g.sum(-1)[..., None, None]) * SC
     y = y + torch.einsum("bhtj,bhjp->bhtp", decay * BC * dts[..., None, :], xs)
     return _finish(y.transpose(1, 2), inputs)
 
