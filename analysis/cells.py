@@ -1,0 +1,102 @@
+"""Cells, the unit of every table: one case on one device, with all its processes and arms; and what rows share.
+
+Numbers are rounded when a row is built, once: figures, claims and report show these rounded values, so that the last
+bits of a logarithm, which differ between machines, reach no output.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.gates import remarks
+from analysis.load import Evidence, describe
+from analysis.stats import Interval, median_step_ns
+from experiments.measure.record import Record
+
+Cell = dict[str, dict[str, Record]]
+"""The accepted records of one case on one device: group -> arm -> record; a group is one process."""
+
+CASE = ["experiment", "device", "device_kind", "model", "family", "state", "inputs", "batch_size", "interval_length"]
+CASE += ["phase", "threads", "timing", "arms"]
+"""Columns that say what was run; every table of cells begins with them."""
+
+
+def cells(records: Iterable[Record]) -> list[Cell]:
+    """Accepted records by case, device and set of arms; within, by process in the order of replicates."""
+    found: dict[tuple[str, ...], Cell] = defaultdict(lambda: defaultdict(dict))
+    for r in records:
+        found[(r.case_hash, str(r.device["name"]), *sorted(r.arms))][r.group][r.arm] = r
+    ordered = []
+    for cell in found.values():
+        groups = sorted(cell, key=lambda g: (next(iter(cell[g].values())).replicate, g))
+        ordered.append({g: dict(sorted(cell[g].items())) for g in groups})
+    return ordered
+
+
+def strongest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that measured the same with another timing or another set of arms, the one with most rounds and arms."""
+    same = [c for c in [*CASE, "arm"] if c not in ("timing", "arms")]
+    ranked = frame.sort_values(["rounds", "arms"], ascending=False, kind="stable")
+    return ranked.drop_duplicates(same).sort_index()
+
+
+def stored_tuned(arms: dict[str, Record], state: str) -> Record | None:
+    """The fastest stored arm of one group at a state format: the baseline of every verdict."""
+    stored = [r for r in arms.values() if describe(r)["kind"] == "stored" and describe(r)["state"] == state]
+    return min(stored, key=lambda r: (median_step_ns(r), r.arm), default=None)
+
+
+def device_label(record: Record) -> str:
+    """A CPU by its number of cores, any other device by its name."""
+    cores = record.device.get("cores")
+    return f"{cores}-core CPU" if record.device.get("kind") == "cpu" and cores else str(record.device.get("name"))
+
+
+def device_labels(evidence: Evidence) -> dict[str, str]:
+    """Name in a record -> name in a table: CPUs by their number of cores, told apart by a letter if need be."""
+    plain: dict[str, list[str]] = defaultdict(list)
+    for r in [*evidence.records, *evidence.failures]:
+        name, label = str(r.device.get("name")), device_label(r)
+        if name not in plain[label]:
+            plain[label].append(name)
+    labels = {}
+    for label, names in plain.items():
+        for index, name in enumerate(sorted(names)):
+            labels[name] = label if len(names) == 1 else f"{label} {chr(ord('A') + index)}"
+    return labels
+
+
+def case_columns(record: Record, labels: dict[str, str]) -> dict[str, Any]:
+    return describe(record) | {"device": labels[str(record.device.get("name"))]}
+
+
+def bounds(interval: Interval, name: str) -> dict[str, Any]:
+    return {
+        name: round(interval.estimate, 4),
+        "low": round(interval.low, 4),
+        "high": round(interval.high, 4),
+        "processes": interval.processes,
+        "rounds": interval.rounds,
+    }
+
+
+def median_us(records: list[Record]) -> float:
+    return digits(float(np.mean([median_step_ns(r) for r in records])) / 1e3)
+
+
+def joined_remarks(records: list[Record]) -> str:
+    return "; ".join(sorted({remark for r in records for remark in remarks(r)}))
+
+
+def join(*parts: str) -> str:
+    return "; ".join(p for p in parts if p)
+
+
+def digits(value: float, count: int = 4) -> float:
+    """Rounded to significant digits."""
+    return float(f"{value:.{count}g}")

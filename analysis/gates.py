@@ -1,0 +1,141 @@
+"""Checks that a record, and the group it was timed in, must pass before a table may show its time.
+
+The experiment checks most of this when it runs. It is checked again here, from the record alone, so that a number
+does not depend on the version of the code that wrote it. ``Record`` itself re-checks the correctness blocks. Each
+fault is a pair (gate, what is wrong); gates are named in ``GATES``. Faults exclude, remarks only flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from analysis.stats import aa_fault
+from experiments.measure.record import Record
+
+MIN_COLD_FACTOR = 5.0
+"""Rotated bytes over the size of the last-level cache: at 5 the next visit of a copy finds next to nothing cached."""
+
+GATES = {
+    "line": "the line is no valid record",
+    "experiment": "no table exists for this experiment",
+    "status": "the arm did not run to its end; shown as a failure",
+    "case": "the resolved case lacks a field or holds an impossible value",
+    "group": "the records of one group contradict each other",
+    "incomplete": "an arm of the group has no record",
+    "superseded": "a newer complete group measured the same",
+    "rounds": "fewer samples than rounds",
+    "whole cycles": "a sample is no whole number of flush cycles of all copies",
+    "cold state": "the rotated copies do not exceed the last-level cache five times",
+    "throttled": "the device lowered its clock during the run",
+    "A/A": "one arm timed twice differs from itself",
+}
+Fault = tuple[str, str]
+
+
+def value(record: Record, *path: str) -> Any:
+    """``record.case[path[0]][path[1]]...``; None where the case holds no such field."""
+    found: Any = record.case
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def number(mapping: Any, name: str) -> float | None:
+    """A finite number of a mapping, or None."""
+    found = mapping.get(name) if isinstance(mapping, dict) else None
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        return None
+    return found
+
+
+def case_faults(record: Record) -> list[Fault]:
+    """Fields without which a record cannot be placed in a table."""
+    faults = []
+    for path in (("batch_size",), ("interval_length",), ("timing", "rounds")):
+        found = value(record, *path)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            faults.append(("case", f"{'.'.join(path)}={found!r} is no integer of at least 1"))
+    for path in (("model",), ("phase",), ("geometry", "family"), ("precision", "state"), ("precision", "inputs")):
+        if not isinstance(value(record, *path), str):
+            faults.append(("case", f"{'.'.join(path)}={value(record, *path)!r} is no text"))
+    if not isinstance(record.device.get("name"), str):
+        faults.append(("case", f"device.name={record.device.get('name')!r} is no text"))
+    return faults
+
+
+def record_faults(record: Record) -> list[Fault]:
+    """Faults of one record of status ``ok`` whose case is readable."""
+    faults = []
+    rounds = value(record, "timing", "rounds")
+    if len(record.samples_ns) < rounds:
+        faults.append(("rounds", f"{len(record.samples_ns)} rounds of samples, {rounds} asked"))
+    faults += _cycle_faults(record)
+    faults += _cold_faults(record)
+    if record.device_state.get("throttled"):
+        faults.append(("throttled", "the device reported throttling"))
+    return faults
+
+
+def group_faults(group: Sequence[Record]) -> list[Fault]:
+    """Faults that exclude a whole group: it is incomplete, or its records contradict each other."""
+    present, stated = sorted(r.arm for r in group), {r.arms for r in group}
+    if len(stated) > 1:
+        return [("group", f"records state {len(stated)} different lists of arms")]
+    if len(set(present)) < len(present):
+        return [("group", "an arm has more than one record")]
+    if missing := sorted(set(group[0].arms) - set(present)):
+        return [("incomplete", f"no record of {', '.join(missing)}")]
+    for name in ("experiment", "case_hash", "replicate", "case"):
+        if any(getattr(r, name) != getattr(group[0], name) for r in group):
+            return [("group", f"records differ in {name}")]
+    if any(r.device.get("name") != group[0].device.get("name") for r in group):
+        return [("group", "records differ in device")]
+    return []
+
+
+def timing_faults(group: Sequence[Record]) -> list[Fault]:
+    """Faults of the timed records (status ``ok``) of one complete group, as a whole: its A/A comparison."""
+    twice = [r for r in group if r.again_samples_ns]
+    if not twice:
+        return [("A/A", "no arm of the group was timed twice")]
+    if len({len(r.samples_ns) for r in group}) > 1:
+        return [("rounds", "arms of the group have different numbers of rounds")]
+    return [("A/A", fault) for r in twice if (fault := aa_fault(r))]
+
+
+def remarks(record: Record) -> list[str]:
+    """What a reader should know about a record that is shown."""
+    found = []
+    if record.code.get("dirty") is not False:
+        found.append("uncommitted code" if record.code.get("dirty") else "code version not recorded")
+    if record.timing_used.get("warmup_settled") is not True:
+        found.append("warm-up not settled")
+    return found
+
+
+def _cycle_faults(record: Record) -> list[Fault]:
+    asked, used = value(record, "interval_length"), number(record.timing_used, "interval_length")
+    copies = number(record.timing_used, "copies")
+    if used != asked:
+        return [("whole cycles", f"interval length {used} timed, {asked} asked")]
+    if not copies or copies < 1:
+        return [("whole cycles", f"timing_used.copies={record.timing_used.get('copies')!r} is no count")]
+    if record.layer_steps_per_sample % (asked * copies):
+        return [
+            ("whole cycles", f"{record.layer_steps_per_sample} layer steps a sample, cycle of {asked}, {copies} copies")
+        ]
+    return []
+
+
+def _cold_faults(record: Record) -> list[Fault]:
+    rotated = number(record.timing_used, "rotated_bytes")
+    caches = [number(m, "last_level_cache_bytes") for m in (record.timing_used, record.device)]
+    cache = max((c for c in caches if c), default=None)
+    if rotated is None or not cache:
+        return [("cold state", "rotated bytes or size of the last-level cache not recorded")]
+    factor = max(MIN_COLD_FACTOR, number(value(record, "timing"), "cold_factor") or 0)
+    if rotated < factor * cache:
+        return [("cold state", f"{rotated / cache:.2f} x the last-level cache rotated, {factor:g} x needed")]
+    return []

@@ -1,0 +1,213 @@
+"""Reads folders of JSONL files into records that may enter a table, and says why the others may not.
+
+Nothing is dropped silently: a line that cannot be parsed, a record that fails a gate and a group that was measured
+again each leave an ``Exclusion``. The order of files and lines does not matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.gates import case_faults, group_faults, number, record_faults, remarks, timing_faults, value
+from analysis.stats import median_step_ns
+from experiments.measure.record import Record
+
+EXPERIMENTS = ("kernel",)
+TEXTS = ("group", "experiment", "case_hash", "arm", "arm_hash", "message", "started_utc", "ended_utc")
+MAPPINGS = (
+    "case",
+    "arm_config",
+    "code",
+    "packages",
+    "device",
+    "device_state",
+    "environment",
+    "timing_asked",
+    "timing_used",
+    "traffic",
+    "bandwidth",
+)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """One line, record or group that no table of times shows; ``arm`` is empty where it stands for a whole line."""
+
+    gate: str
+    detail: str
+    group: str
+    arm: str
+    where: str
+
+
+@dataclass
+class Evidence:
+    """``records`` passed every gate; ``failures`` are records of another status than ok that nothing superseded."""
+
+    records: list[Record] = field(default_factory=list)
+    failures: list[Record] = field(default_factory=list)
+    exclusions: list[Exclusion] = field(default_factory=list)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row a record that passed; times in nanoseconds of one layer step."""
+        return pd.DataFrame([describe(r) | _measured(r) for r in self.records])
+
+
+def load(folders: Sequence[Path]) -> Evidence:
+    """All ``*.jsonl`` files of the folders, at any depth. A folder that does not exist holds no records."""
+    evidence = Evidence()
+    groups: dict[str, dict[str, tuple[Record, str]]] = defaultdict(dict)
+    for record, where in _parsed(folders, evidence.exclusions):
+        known = groups[record.group].get(record.to_json())
+        if known is None or where < known[1]:  # the same line in two files counts once
+            groups[record.group][record.to_json()] = (record, where)
+    usable = []
+    for name in sorted(groups):
+        group = sorted(groups[name].values(), key=lambda pair: (pair[0].arm, pair[0].to_json()))
+        if faults := group_faults([r for r, _ in group]):
+            _exclude(evidence, group, faults)
+            evidence.failures += [r for r, _ in group if r.status != "ok"]
+        else:
+            usable.append(group)
+    for group in _newest(usable, evidence):
+        _admit(group, evidence)
+    evidence.records.sort(key=_order)
+    evidence.failures.sort(key=_order)
+    evidence.exclusions.sort(key=lambda e: (e.where, e.group, e.arm, e.gate, e.detail))
+    return evidence
+
+
+def describe(record: Record) -> dict[str, Any]:
+    """What was run, flat; a field that the record lacks is None. ``state`` is the arm's own where it differs."""
+    return {
+        "experiment": record.experiment,
+        "model": value(record, "model"),
+        "family": value(record, "geometry", "family"),
+        "batch_size": value(record, "batch_size"),
+        "interval_length": value(record, "interval_length"),
+        "phase": value(record, "phase"),
+        "state": record.arm_config.get("state_format") or value(record, "precision", "state"),
+        "inputs": value(record, "precision", "inputs"),
+        "threads": value(record, "threads"),
+        "timing": value(record, "timing", "name"),
+        "arms": len(record.arms),
+        "device": record.device.get("name"),
+        "device_kind": record.device.get("kind"),
+        "arm": record.arm,
+        "kind": record.arm.split("/")[0],
+        "replicate": record.replicate,
+        "group": record.group,
+    }
+
+
+def moved_bytes(record: Record) -> float | None:
+    """Bytes of state and ring of one layer step, mean over the cycle; None where the record does not say."""
+    names = ("state_bytes_read", "state_bytes_written", "ring_bytes_read", "ring_bytes_written")
+    parts = [number(record.traffic, name) for name in names]
+    return None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
+
+
+def _measured(record: Record) -> dict[str, Any]:
+    floor, step = number(record.traffic, "floor_ns"), median_step_ns(record)
+    return {
+        "median_step_ns": step,
+        "floor_ns": floor,
+        "moved_bytes": moved_bytes(record),
+        "rounds": len(record.samples_ns),
+        "remarks": "; ".join(remarks(record)),
+    }
+
+
+def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[tuple[Record, str]]:
+    for folder in folders:
+        for path in sorted(folder.rglob("*.jsonl")):
+            name = path.relative_to(folder).as_posix()
+            content = path.read_bytes()
+            lines = content.split(b"\n")
+            for index, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{name}:{index}"
+                try:
+                    if index == len(lines):  # every whole line ends with a newline
+                        raise ValueError("torn tail: the last line has no end")
+                    yield _typed(Record.from_json(line.decode("utf-8"))), where
+                except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+                    exclusions.append(Exclusion("line", one_line(error), "", "", where))
+
+
+def _typed(record: Record) -> Record:
+    """The record, if the fields that the analysis indexes by have their type; raises ``ValueError`` otherwise."""
+    for names, kind in ((TEXTS, str), (MAPPINGS, dict), (("replicate", "layer_steps_per_sample"), int)):
+        for name in names:
+            if not isinstance(getattr(record, name), kind):
+                raise ValueError(f"{name}={getattr(record, name)!r} is no {kind.__name__}")
+    if not all(isinstance(arm, str) for arm in record.arms):
+        raise ValueError(f"arms={record.arms!r} holds something else than names")
+    return record
+
+
+def one_line(message: object) -> str:
+    """At most 200 characters of a message, without line breaks."""
+    return " ".join(str(message).split())[:200] or type(message).__name__
+
+
+def _exclude(evidence: Evidence, group: Sequence[tuple[Record, str]], faults: Sequence[tuple[str, str]]) -> None:
+    for record, where in group:
+        for gate, detail in faults:
+            evidence.exclusions.append(Exclusion(gate, detail, record.group, record.arm, where))
+
+
+def _newest(groups: list[list[tuple[Record, str]]], evidence: Evidence) -> list[list[tuple[Record, str]]]:
+    """The newest group of each case, device, replicate and set of arms, if its arms are those of the newest of all.
+
+    Replicates of different sources of an arm are not one experiment: only those of the newest sources stay.
+    """
+    kept: dict[tuple[Any, ...], list[tuple[Record, str]]] = {}
+    sources: dict[tuple[Any, ...], tuple[str, list[str]]] = {}
+    for group in sorted(groups, key=lambda g: (max(r.started_utc for r, _ in g), g[0][0].group), reverse=True):
+        first = group[0][0]
+        series = (first.experiment, first.case_hash, str(first.device.get("name")), tuple(sorted(first.arms)))
+        newest, hashes = sources.setdefault(series, (first.group, [r.arm_hash for r, _ in group]))
+        if [r.arm_hash for r, _ in group] != hashes:
+            _exclude(evidence, group, [("superseded", f"group {newest} ran newer sources of the arms")])
+        elif (*series, first.replicate) in kept:
+            by = kept[(*series, first.replicate)][0][0].group
+            _exclude(evidence, group, [("superseded", f"group {by} is newer")])
+        else:
+            kept[(*series, first.replicate)] = group
+    return list(kept.values())
+
+
+def _admit(group: list[tuple[Record, str]], evidence: Evidence) -> None:
+    """Sort the records of one complete group into records, failures and exclusions."""
+    if group[0][0].experiment not in EXPERIMENTS:
+        _exclude(evidence, group, [("experiment", f"experiment {group[0][0].experiment!r}")])
+        return
+    timed = []
+    for record, where in group:
+        if record.status != "ok":
+            evidence.failures.append(record)
+            _exclude(evidence, [(record, where)], [("status", f"{record.status}: {one_line(record.message)}")])
+        elif faults := case_faults(record) or record_faults(record):
+            _exclude(evidence, [(record, where)], faults)
+        else:
+            timed.append((record, where))
+    if timed and (faults := timing_faults([r for r, _ in timed])):
+        _exclude(evidence, timed, faults)
+    else:
+        evidence.records += [r for r, _ in timed]
+
+
+def _order(record: Record) -> tuple[str, ...]:
+    numbers = (value(record, "batch_size"), value(record, "interval_length"), record.replicate)
+    padded = [f"{n:09d}" if isinstance(n, int) else str(n) for n in numbers]
+    names = (record.experiment, value(record, "model"), record.device.get("name"), value(record, "phase"))
+    return (*map(str, names), *padded, record.case_hash, record.group, record.arm)

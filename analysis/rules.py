@@ -1,0 +1,235 @@
+"""Rules that turn records into the verdict of a claim. Each takes a ``Question`` and returns a ``Finding``.
+
+Every rule first decides which records bear on the claim at all; with none the claim is "not run". Records of the
+paper's own card and batch give reproduced, contradicted or partly; all others are analogues. An analogue contradicts a
+speed only if its own roof, from its own measured bandwidths, would have allowed that speed, and if our kernel is near
+that roof: neither a machine whose writes cost nothing nor a poor kernel shows that leaving out writes gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from analysis.bearing import (
+    Question,
+    as_rows,
+    best_replay,
+    by_model,
+    differed,
+    is_direct,
+    missing_models,
+    nearest_device,
+    replay_records,
+    replay_rows,
+    roof_share,
+    rows_of,
+    single_phases,
+)
+from analysis.load import moved_bytes
+from analysis.stats import FASTER
+
+REPRODUCED, CONTRADICTED, PARTLY = "reproduced", "contradicted", "partly"
+SUPPORTED, AGAINST = "supported on an analogue", "contradicted on an analogue"
+UNCLEAR, NOT_RUN, CANNOT_RUN = "unclear on an analogue", "not run", "cannot run here"
+VERDICTS = (REPRODUCED, CONTRADICTED, PARTLY, SUPPORTED, AGAINST, UNCLEAR, NOT_RUN, CANNOT_RUN)
+
+NEAR_ROOF = 0.75
+"""Share of its roof below which a replay kernel itself, not the method, may be what is slow."""
+OWN_KERNELS = "kernels: this project's"
+YES, NO, OPEN = "yes", "no", "open"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Our value with its interval, the verdict, what differed from the paper, and a remark."""
+
+    ours: str = ""
+    verdict: str = NOT_RUN
+    differed: str = ""
+    note: str = ""
+
+
+def kernel_range(question: Question) -> Finding:
+    """Speedup of the fastest replay arm at the paper's batch, else at the largest one measured."""
+    low, batch = question.parameters["low"], question.parameters["batch"]
+    rows = best_replay(question, lambda r: r.batch_size == batch or r.batch_size >= question.parameters["min_batch"])
+    rows = [max(same, key=lambda r: (r.batch_size == batch, r.batch_size)) for same in by_model(rows)]
+    if not rows:
+        return not_run(question)
+    answers, notes = [], []
+    for row in rows:
+        obstacle = "" if is_direct(row) and row.batch_size == batch else _obstacle(question, row, low)
+        if row.verdict == FASTER and row.speedup >= low:
+            answers.append(YES)
+        else:
+            answers.append(NO if row.high < low and not obstacle else OPEN)
+            notes += [f"{row.model}: {obstacle}"] if obstacle else []
+    return _speedups(rows, answers, batch, notes + single_phases(question, rows))
+
+
+def batch_one(question: Question) -> Finding:
+    """Speedup of the fastest replay arm at batch 1; a gain below ``gain`` counts as none."""
+    gain = question.parameters["gain"]
+    rows = best_replay(question, lambda r: r.batch_size == 1)
+    if not rows:
+        return not_run(question)
+    answers = []
+    for row in rows:
+        if row.high < gain:
+            answers.append(YES)
+        else:
+            answers.append(NO if row.verdict == FASTER and row.low > gain else OPEN)
+    return _speedups(rows, answers, 1, single_phases(question, rows))
+
+
+def memory_bound(question: Question) -> Finding:
+    """Share of its roof that the fastest stored arm reaches. A low share may be the kernel's fault: never a no."""
+    rows = rows_of(question, "roofs", "stored", lambda r: r.batch_size >= question.parameters["min_batch"])
+    rows = [max(same, key=lambda r: (r.batch_size, r.share)) for same in by_model(nearest_device(rows))]
+    if not rows:
+        return not_run(question)
+    answers = [YES if row.low >= question.parameters["share"] else OPEN for row in rows]
+    ours = "; ".join(f"{_bounds(r, r.share)} of the roof ({r.model}, batch {r.batch_size})" for r in rows)
+    intensity = [r.flops_per_byte for r in rows if not pd.isna(r.flops_per_byte)]
+    note = f"{_span(intensity)} FLOP a byte" if intensity else ""
+    return Finding(ours, _verdict(answers, rows), differed(rows), note)
+
+
+def one_write_an_interval(question: Question) -> Finding:
+    """Flushes counted by the kernels against the protocol's number, in every check of every replay record."""
+    records, failures = replay_records(question)
+    blocks = [block for r in records for block in r.correctness]
+    wrong = [r for r in failures if any(b.flushes_counted != b.flushes_expected for b in r.correctness)]
+    rows = as_rows([*records, *wrong])
+    if not rows:
+        return not_run(question)
+    ours = f"flushes as expected in {len(blocks)} checks of {len(records)} records ({_families(rows)})"
+    ours += f"; {len(wrong)} records with another count" if wrong else ""
+    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), "counted by the kernels")
+
+
+def float_equality(question: Question) -> Finding:
+    """Largest error over its budget in every check of every fp32 replay record. Inputs are random: an analogue."""
+    records, failures = replay_records(question)
+    checks = [c for r in records for b in r.correctness for c in b.comparisons]
+    wrong = [r for r in failures if any(not c.passed for b in r.correctness for c in b.comparisons)]
+    rows = as_rows([*records, *wrong])
+    if not rows:
+        return not_run(question)
+    parts = []
+    if checks:
+        worst = max(checks, key=lambda c: (c.error / c.budget if c.budget else 0.0, c.quantity))
+        parts.append(f"largest error {worst.error:.1e} of a budget of {worst.budget:.1e} ({worst.quantity})")
+        parts.append(f"{len(checks)} comparisons ({_families(rows)})")
+    parts += [f"{len(wrong)} records above their budget"] if wrong else []
+    difference = f"{differed(rows)}; data: random inputs, not a model's".lstrip("; ")
+    return Finding("; ".join(parts), AGAINST if wrong else SUPPORTED, difference, "against float64")
+
+
+def traffic_halved(question: Question) -> Finding:
+    """Bytes of replay over bytes of stored, ring included."""
+    rows = [r for r in replay_rows(question) if not pd.isna(r.ideal_bytes)]
+    if not rows:
+        return not_run(question)
+    shares = [round(1 / r.ideal_bytes, 3) for r in rows]
+    answers = [YES if question.parameters["low"] <= s <= question.parameters["high"] else NO for s in shares]
+    note = "bytes follow from shapes and counted flushes, not from hardware counters"
+    return Finding(f"{_span(shares)} of the bytes, ring included", _verdict(answers, rows), differed(rows), note)
+
+
+def ideal_gain(question: Question) -> Finding:
+    """Ideal speedup from bytes, and whether a measured one exceeds it."""
+    rows = [r for r in replay_rows(question) if not pd.isna(r.ideal_bytes)]
+    if not rows:
+        return not_run(question)
+    answers = [NO if r.ideal_bytes > question.parameters["ceiling"] else YES for r in rows]
+    beyond = [r for r in rows if r.low > r.ideal_bytes]
+    answers += [OPEN] * len(beyond)
+    note = "; ".join(f"{r.arm} gains {r.speedup:.2f}x, more than bytes explain ({r.model})" for r in beyond)
+    ideals, measured = [r.ideal_bytes for r in rows], [r.speedup for r in rows]
+    ours = f"{_span(ideals)} from bytes; {_span(measured)} measured"
+    return Finding(ours, _verdict(answers, rows), differed(rows), note)
+
+
+def ring_cost(question: Question) -> Finding:
+    """Share of the ring in the bytes of a replay step."""
+    shares, records = [], []
+    for record in replay_records(question)[0]:
+        if moved := moved_bytes(record):
+            ring = record.traffic["ring_bytes_read"] + record.traffic["ring_bytes_written"]
+            shares.append(round(100 * ring / moved, 1))
+            records.append(record)
+    rows = as_rows(records)
+    if not rows:
+        return not_run(question)
+    answers = [YES if share > 0 else NO for share in shares]
+    ours = f"ring: {_span(shares, '.1f')} % of a replay step's bytes ({_families(rows)})"
+    return Finding(ours, _verdict(answers, rows), differed(rows))
+
+
+def not_run(question: Question) -> Finding:
+    """No record bears on the claim: says what is missing, or what a run would need."""
+    missing = question.parameters.get("missing")
+    return Finding(note=f"{missing} are not part of this version yet" if missing else f"needs {question.analogue}")
+
+
+def outside(question: Question) -> Finding:
+    """A statement about others that no run of this project can show."""
+    return Finding(verdict=CANNOT_RUN)
+
+
+RULES: dict[str, Callable[[Question], Finding]] = {
+    "kernel_range": kernel_range,
+    "batch_one": batch_one,
+    "memory_bound": memory_bound,
+    "one_write_an_interval": one_write_an_interval,
+    "float_equality": float_equality,
+    "traffic_halved": traffic_halved,
+    "ideal_gain": ideal_gain,
+    "ring_cost": ring_cost,
+    "not_run": not_run,
+    "outside": outside,
+}
+
+
+def _obstacle(question: Question, row: Any, speedup: float) -> str:
+    """Why an analogue that misses a speedup does not contradict it; empty when it does."""
+    if pd.isna(row.ideal_roof):
+        return "no roof recorded"
+    if row.ideal_roof < speedup:
+        return f"the roof of this machine allows {row.ideal_roof:.2f}x"
+    share = roof_share(question, row)
+    return f"{row.arm} reaches only {share:.2f} of its own roof" if share < NEAR_ROOF else ""
+
+
+def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str]) -> Finding:
+    ours = "; ".join(f"{_bounds(r, r.speedup)} ({r.model}, batch {r.batch_size})" for r in rows)
+    difference = "; ".join(part for part in (differed(rows, batch), OWN_KERNELS) if part)
+    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join(notes))
+
+
+def _verdict(answers: list[str], rows: list[Any], batch: int | None = None) -> str:
+    """The verdict of all answers together; a reproduction needs the paper's card and batch and all of its models."""
+    direct = all(is_direct(r) and batch in (None, r.batch_size) for r in rows)
+    if all(a == YES for a in answers):
+        return SUPPORTED if not direct else PARTLY if missing_models(rows) else REPRODUCED
+    if all(a == NO for a in answers):
+        return CONTRADICTED if direct else AGAINST
+    return PARTLY if direct else UNCLEAR
+
+
+def _families(rows: list[Any]) -> str:
+    return ", ".join(sorted({str(r.family) for r in rows}))
+
+
+def _bounds(row: Any, value: float) -> str:
+    return f"{value:.2f} [{row.low:.2f}, {row.high:.2f}]"
+
+
+def _span(values: list[float], form: str = ".2f") -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,89 @@
+"""Rows of speedups: every arm of a cell against the fastest stored arm that was timed in the same rounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from analysis.cells import CASE, Cell, bounds, case_columns, digits, join, joined_remarks, median_us, stored_tuned
+from analysis.gates import number
+from analysis.load import Evidence, describe, moved_bytes
+from analysis.stats import AMBIGUOUS, FASTER, aa_log_ratio, bootstrap, paired_log_speedup, verdict
+from experiments.measure.record import Record
+
+COLUMNS = [*CASE, "arm", "kind", "baseline", "step_us", "baseline_us", "speedup", "low", "high", "verdict"]
+COLUMNS += ["aa_noise", "ideal_bytes", "ideal_roof", "processes", "rounds", "interval_over", "remarks"]
+
+
+def speedup_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
+    aa = [aa_log_ratio(r) for arms in cell.values() for r in arms.values() if r.again_samples_ns]
+    first = next(iter(next(iter(cell.values())).values()))
+    noise = bootstrap(aa, f"aa {first.case_hash} {first.device['name']}").noise
+    rows = []
+    for arm in sorted({a for arms in cell.values() for a in arms}):
+        pairs = []
+        for arms in cell.values():
+            if arm in arms and (baseline := stored_tuned(arms, describe(arms[arm])["state"])):
+                pairs.append((baseline, arms[arm]))
+        if all(baseline is record for baseline, record in pairs) and pairs:
+            continue
+        rows.append(_speedup_row(cell, arm, pairs, noise, evidence, labels))
+    return rows
+
+
+def _speedup_row(
+    cell: Cell,
+    arm: str,
+    pairs: list[tuple[Record, Record]],
+    noise: float,
+    evidence: Evidence,
+    labels: dict[str, str],
+) -> dict[str, Any]:
+    records = [arms[arm] for arms in cell.values() if arm in arms]
+    row = case_columns(records[0], labels) | {"step_us": median_us(records), "remarks": joined_remarks(records)}
+    if not pairs:
+        return row | {"verdict": AMBIGUOUS, "remarks": join(row["remarks"], "no stored arm at this state format")}
+    interval = bootstrap(
+        [paired_log_speedup(*pair) for pair in pairs], f"{records[0].case_hash} {records[0].device['name']} {arm}"
+    )
+    found, missing = verdict(interval, noise), _missing_baselines(cell, evidence)
+    if missing and found == FASTER:  # against a weaker baseline than the run meant to have
+        found = AMBIGUOUS
+    notes = [f"{m} missing from the baseline" for m in missing]
+    notes += ["one process"] if interval.processes == 1 else []
+    baselines = [baseline for baseline, _ in pairs]
+    return (
+        row
+        | bounds(interval, "speedup")
+        | {
+            "baseline": " or ".join(sorted({b.arm for b in baselines})),
+            "baseline_us": median_us(baselines),
+            "verdict": found,
+            "aa_noise": digits(math.expm1(noise)),
+            "ideal_bytes": _mean_ratio([(moved_bytes(b), moved_bytes(r)) for b, r in pairs]),
+            "ideal_roof": _mean_ratio([(_floor(b), _floor(r)) for b, r in pairs]),
+            "interval_over": "rounds only" if interval.processes == 1 else "processes and rounds",
+            "remarks": join(row["remarks"], *notes),
+        }
+    )
+
+
+def _missing_baselines(cell: Cell, evidence: Evidence) -> list[str]:
+    """Stored arms that a group of the cell meant to time and did not, unless the device cannot run them at all."""
+    missing = set()
+    for group, arms in cell.items():
+        unsupported = {r.arm for r in evidence.failures if r.group == group and r.status == "unsupported"}
+        meant = {a for a in next(iter(arms.values())).arms if a.startswith("stored/")}
+        missing |= meant - set(arms) - unsupported
+    return sorted(missing)
+
+
+def _floor(record: Record) -> float | None:
+    return number(record.traffic, "floor_ns")
+
+
+def _mean_ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    ratios = [top / bottom for top, bottom in pairs if top and bottom and bottom > 0]
+    return round(float(np.mean(ratios)), 4) if ratios else None

@@ -1,0 +1,93 @@
+"""Every table, as a data frame, CSV and Markdown: speedups, roofs, failures, exclusions, devices."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import roofs, speedups
+from analysis.cells import CASE, case_columns, cells, device_labels, digits
+from analysis.gates import GATES, number
+from analysis.load import Evidence, one_line
+from experiments.measure.record import Record
+
+FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
+EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
+DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
+DEVICE += ["records", "failures"]
+
+
+def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
+    """Every table by name. Empty tables keep their columns."""
+    labels, found = device_labels(evidence), cells(evidence.records)
+    failures = [
+        case_columns(r, labels) | {"status": r.status, "message": one_line(r.message)} for r in evidence.failures
+    ]
+    rows = {
+        "kernel_speedups": ([r for c in found for r in speedups.speedup_rows(c, evidence, labels)], speedups.COLUMNS),
+        "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
+        "failures": (failures, FAILURE),
+        "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),
+        "devices": (_device_rows(evidence, labels), DEVICE),
+    }
+    return {name: _frame(*pair) for name, pair in rows.items()}
+
+
+def write(tables: dict[str, pd.DataFrame], folder: Path) -> None:
+    """Each table as ``<name>.csv`` and ``<name>.md`` in ``folder``, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, frame in tables.items():
+        frame.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+        (folder / f"{name}.md").write_text(markdown(name, frame), encoding="utf-8")
+
+
+def markdown(title: str, frame: pd.DataFrame) -> str:
+    """A Markdown table under a heading; columns that are empty in every row are left out."""
+    shown = [c for c in frame.columns if frame[c].map(text).str.len().sum()]
+    lines = [f"# {title.replace('_', ' ')}", ""]
+    if not shown:
+        return "\n".join([*lines, "No rows.", ""])
+    rows = [[c.replace("_", " ") for c in shown], ["---"] * len(shown)]
+    rows += [[text(v).replace("|", "\\|") for v in row] for row in frame[shown].itertuples(index=False)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+def text(cell: Any) -> str:
+    """A table cell as text; empty for a missing value."""
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    return f"{cell:g}" if isinstance(cell, float) and abs(cell) < 1e6 else str(cell)
+
+
+def _failure_row(record: Record, labels: dict[str, str]) -> dict[str, Any]:
+    return case_columns(record, labels) | {"status": record.status, "message": one_line(record.message)}
+
+
+def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for r in [*evidence.records, *evidence.failures]:
+        packages = ", ".join(f"{k} {v}" for k, v in sorted(r.packages.items()))
+        name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or r.code.get("sha") or "")[:12]
+        dirty = {True: "yes", False: "no"}.get(r.code.get("dirty"), "not recorded")
+        row = rows.setdefault(
+            (labels[name], name, sha, dirty, packages),
+            {"device": labels[name], "name": name, "kind": r.device.get("kind"), "cores": r.device.get("cores")}
+            | {"code": sha, "uncommitted": dirty, "packages": packages, "records": 0, "failures": 0}
+            | {"memory_gib": _scaled(r.device, "memory_bytes", 2**30)}
+            | {"last_level_cache_mib": _scaled(r.device, "last_level_cache_bytes", 2**20)},
+        )
+        row["records" if r.status == "ok" else "failures"] += 1
+    return [rows[key] for key in sorted(rows)]
+
+
+def _scaled(mapping: dict[str, Any], name: str, unit: int) -> float | None:
+    found = number(mapping, name)
+    return None if found is None else digits(found / unit)
+
+
+def _frame(rows: list[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
+    return pd.DataFrame([{c: row.get(c) for c in columns} for row in rows], columns=columns)

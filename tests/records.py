@@ -1,0 +1,150 @@
+"""One factory for synthetic records, built through the ``Record`` class so that they are what an experiment writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.measure.record import Comparison, Correctness, Record
+
+ARMS = {"stored/torch": 1.4, "stored/cpu": 1.0, "replay/torch": 1.3, "replay/cpu": 0.8}
+"""Time of each arm over that of ``stored/cpu``: replay/cpu is 1.25 times as fast, replay/torch slower."""
+GEOMETRIES = {
+    "nemotron_3_nano_4b": ("mamba2", 96, 8, 80, 128, 17792),
+    "nemotron_3_super_120b": ("mamba2", 128, 8, 64, 128, 18944),
+    "qwen3_5_4b": ("gdn", 32, 16, 128, 128, 12416),
+    "qwen3_5_122b": ("gdn", 64, 16, 128, 128, 20736),
+    "kimi_linear_48b": ("kda", 32, 32, 128, 128, 32768),
+}
+"""Model -> family, heads, groups, head_dim, state_dim, ring bytes of a token."""
+CACHE_BYTES, COPIES, READ, RMW = 32 * 2**20, 12, 24e9, 22e9
+
+
+def case(model: str = "nemotron_3_nano_4b", batch: int = 64, length: int = 16, **changes: Any) -> dict[str, Any]:
+    """A resolved case as a record holds it; ``changes`` replace top-level fields."""
+    family, heads, groups, head_dim, state_dim, _ = GEOMETRIES[model]
+    geometry = {"family": family, "heads": heads, "groups": groups, "head_dim": head_dim, "state_dim": state_dim}
+    timing = {"name": "default", "rounds": 20, "cycles_per_sample": 1, "cold_factor": 5.0, "replicates": 3}
+    return {
+        "experiment": "kernel",
+        "model": model,
+        "geometry": geometry,
+        "batch_size": batch,
+        "interval_length": length,
+        "phase": "aligned",
+        "precision": {"state": "fp32", "inputs": "bf16"},
+        "device": "cpu",
+        "threads": 2,
+        "seed": 0,
+        "timing": timing,
+    } | changes
+
+
+def traffic(of: Mapping[str, Any], arm: str) -> dict[str, float]:
+    """Bytes and floor of a layer step, as ``replayssm.traffic`` counts them."""
+    geometry, batch, length = of["geometry"], of["batch_size"], of["interval_length"]
+    state = 4.0 * batch * geometry["heads"] * geometry["head_dim"] * geometry["state_dim"]
+    ring = float(batch * GEOMETRIES[of["model"]][5])
+    if arm.startswith("stored/"):
+        moved = {"state_bytes_read": state, "state_bytes_written": state, "ring_bytes_read": 0, "ring_bytes_written": 0}
+        return moved | {"flops": state, "rmw_bytes": 2 * state, "read_bytes": 0.0, "floor_ns": 2e9 * state / RMW}
+    moved = {"state_bytes_read": state, "state_bytes_written": state / length}
+    moved |= {"ring_bytes_read": ring * (length - 1) / 2, "ring_bytes_written": ring * (length - 1) / length}
+    flush = (2 * state + ring * (length - 1)) / length
+    read = sum(moved.values()) - flush
+    floor = 1e9 * (read / READ + flush / RMW)
+    return moved | {"flops": 2 * state, "rmw_bytes": flush, "read_bytes": read, "floor_ns": floor}
+
+
+def check(moment: str, error: float = 1e-6, **changes: Any) -> Correctness:
+    """A passed correctness block; ``changes`` replace its fields."""
+    comparisons = tuple(Comparison(name, error, 4e-6) for name in ("outputs", "state", "ring"))
+    block = Correctness(moment, comparisons, (0, 1), (0,), True, COPIES, COPIES, COPIES, COPIES)
+    return dataclasses.replace(block, **changes)
+
+
+def group(
+    of: Mapping[str, Any] | None = None,
+    *,
+    arms: Mapping[str, float] = ARMS,
+    replicate: int = 0,
+    noise: float = 0.01,
+    process_noise: float = 0.0,
+    aa_bias: float = 1.0,
+    aa_arm: str = "stored/cpu",
+    failed: Mapping[str, str] | None = None,
+    name: str = "",
+    seed: int = 0,
+    started: str = "2026-11-29T10:00:00Z",
+    step_ns: float | None = None,
+    **changes: Any,
+) -> list[Record]:
+    """The records of one process. ``noise`` is the log standard deviation of a sample, ``process_noise`` of an arm.
+
+    ``failed`` maps arms to a status other than ok; ``changes`` replace fields of every record.
+    """
+    of = case() if of is None else of
+    text = json.dumps(of, sort_keys=True)
+    name = name or hashlib.sha256(f"{text}{replicate}{seed}{started}".encode()).hexdigest()[:12]
+    random = np.random.default_rng(int(hashlib.sha256(f"{name}{seed}".encode()).hexdigest()[:12], 16))
+    rounds, length = of["timing"]["rounds"], of["interval_length"]
+    steps = length * COPIES
+    base = step_ns or 1.3 * traffic(of, "stored/cpu")["floor_ns"]
+    drift = random.normal(0, 0.05, rounds)  # shared by the arms of a round: pairing has to cancel it
+    records = []
+    for arm, factor in arms.items():
+        level = math.log(base * factor * steps) + random.normal(0, process_noise)
+        samples, again = ([(int(math.exp(level + d + random.normal(0, noise))),) for d in drift] for _ in range(2))
+        again = [(int(a * aa_bias),) for (a,) in again]
+        status = (failed or {}).get(arm, "ok")
+        ok = status == "ok"
+        record = Record(
+            group=name,
+            experiment="kernel",
+            case_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+            arm=arm,
+            arm_hash=hashlib.sha256(arm.encode()).hexdigest()[:16],
+            arms=tuple(arms),
+            replicate=replicate,
+            status=status,
+            message="" if ok else f"the arm ended with {status}",
+            case=dict(of),
+            arm_config={},
+            code={"git_sha": "0123456789abcdef", "dirty": False},
+            packages={"numpy": "2.4.0", "torch": "2.13.0"},
+            device={"name": "Test CPU", "kind": "cpu", "cores": 2, "memory_bytes": 24 * 2**30}
+            | {"last_level_cache_bytes": CACHE_BYTES},
+            device_state={"throttled": None, "load_average": [0.1, 0.1, 0.1]},
+            environment={},
+            argv=("experiments.kernel",),
+            seeds={"case": 0},
+            started_utc=started,
+            ended_utc=started,
+            timing_asked=dict(of["timing"]),
+            timing_used={"copies": COPIES, "rotated_bytes": 6 * CACHE_BYTES, "last_level_cache_bytes": CACHE_BYTES}
+            | {"warmup_rounds": 4, "warmup_settled": True, "cycles_per_sample": 1, "interval_length": length},
+            samples_ns=tuple(samples) if ok else (),
+            again_samples_ns=tuple(again) if ok and arm == aa_arm else (),
+            layer_steps_per_sample=steps if ok else 0,
+            correctness=(check("before"), check("after")) if ok else (),
+            traffic=traffic(of, arm),
+            bandwidth={"read": {"kernel": "torch.sum", "bytes_per_s": READ}}
+            | {"read_modify_write": {"kernel": "torch.add_", "bytes_per_s": RMW}},
+        )
+        records.append(dataclasses.replace(record, **changes))
+    return records
+
+
+def write(folder: Path, *groups: Sequence[Record], name: str = "records") -> Path:
+    """The groups as one JSONL file in ``folder``, which is created; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [record.to_json() + "\n" for records in groups for record in records]
+    (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
