@@ -1,0 +1,282 @@
+"""Runs an experiment as a Hydra application that answers a wrong request with one line.
+
+    if __name__ == "__main__":
+        run("kernel", main)  # main(config: dict) -> int | None
+
+Everything that a person can get wrong is found before the first job runs: the command line is parsed and every job of
+it, of a whole sweep too, is composed and checked here, and only then Hydra is let loose. A refusal is one line on
+stderr and exit code 2. An exception out of the task is a bug of ours and keeps its traceback.
+
+Caveats. Nothing heavy may be imported before ``run`` has called the task: ``task`` imports what it needs itself. A
+launcher that runs jobs in other processes (Slurm, Ray) returns no exit codes; look at the records then.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser  # the parser of hydra.main, which has no public name
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from experiments.case import case_from_config
+from experiments.help_page import help_page, primary_configs
+from experiments.options import ConfigError, shown
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+VERSION_BASE = "1.3"
+NEVER_SWEPT = ("arms",)  # arms of one case are timed together; apart, their times could not be compared
+
+Config = dict[str, Any]
+Task = Callable[[Config], int | None]
+
+
+def run(config_name: str, task: Task, check: Callable[[Config], object] = case_from_config) -> NoReturn:
+    """Run ``task`` on every job of the command line and exit: 0, the first nonzero value that it returned, or 2 after a
+    refusal. ``check`` raises ``ConfigError`` on a config that cannot be run; the task never sees such a one."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting by itself
+    try:
+        code = _run(config_name, task, check)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int:
+    args = _arguments()
+    config_name = args.config_name or config_name
+    if not args.config_dir and config_name not in primary_configs(CONFIGS):
+        known = ", ".join(primary_configs(CONFIGS))
+        raise ConfigError(f"--config-name={config_name} is unknown; accepted: {known}")
+    if args.help:
+        print(help_page(CONFIGS, config_name, sys.modules[task.__module__].__doc__ or ""))
+        return 0
+    if not (args.hydra_help or args.info or args.shell_completion):
+        for config in _jobs(args, config_name):
+            if not args.cfg:
+                check(config)
+
+    codes: list[int] = []
+    in_task = False
+
+    @functools.wraps(task)
+    def job(cfg: DictConfig) -> None:
+        nonlocal in_task
+        config = to_plain(cfg)
+        try:
+            check(config)
+            in_task = True
+            codes.append(task(config) or 0)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            codes.append(2)
+        in_task = False
+
+    try:
+        hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base=VERSION_BASE)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if in_task:
+            raise
+        raise ConfigError(describe(error, [])) from None
+    return next((code for code in codes if code), 0)
+
+
+def to_plain(cfg: DictConfig) -> Config:
+    """The composed config as nested dicts, interpolations resolved, without Hydra's own part.
+
+    A model whose geometry was overridden is renamed after what was changed, ``nemotron_3_nano_4b+heads=104``, so that
+    no record carries the name of a model that it is not.
+    """
+    own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    config: Config = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    model = config.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("ssm"), dict):
+        return config
+    name = model.get("name")
+    if name not in (file.stem for file in (CONFIGS / "model").glob("*.yaml")):
+        return config
+    published = _model_file(name)
+    now = {"family": model.get("family"), **model["ssm"]}
+    then = {"family": published["family"], **published.get("ssm", {})}
+    changed = [f"{key}={shown(now.get(key))}" for key in dict(then, **now) if now.get(key) != then.get(key)]
+    model["name"] = "+".join([name, *changed])
+    return config
+
+
+@functools.cache
+def _model_file(name: str) -> Mapping[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{name}.yaml"))  # type: ignore[return-value]
+
+
+def _arguments() -> Any:
+    parser = get_args_parser()
+
+    def error(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; accepted: option=value, -m, --help, --cfg job and the flags of --hydra-help")
+
+    parser.error = error  # type: ignore[method-assign]
+    args = parser.parse_args()
+    for name, accepted in (
+        ("config_path", "--config-dir=FOLDER, which adds to configs/"),
+        ("experimental_rerun", "-m"),
+    ):
+        if getattr(args, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(args, name)} is not supported; accepted: {accepted}"
+            )
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir={args.config_dir} is not a folder; accepted: a folder laid out like configs/")
+    commands = {"--run": args.run, "--cfg": args.cfg, "--multirun": args.multirun, "--info": args.info}
+    given = [name for name, value in commands.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' '.join(given)} cannot be combined; accepted: one of {', '.join(commands)}")
+    if args.resolve and not args.cfg:
+        raise ConfigError("--resolve alone does nothing; accepted: --cfg job --resolve")
+    return args
+
+
+def _jobs(args: Any, config_name: str) -> Iterator[Config]:
+    """The plain config of every job, a sweep's in its order; refuses what cannot be composed."""
+    searched = [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
+    overrides: list[Override] = []
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base=VERSION_BASE, job_name=config_name):
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+            overrides = parser.parse_overrides(args.overrides)
+            _refuse_choices(overrides, parser)
+            first = hydra.compose(config_name, searched + _first(overrides), return_hydra_config=True)
+            multirun = args.multirun or first.hydra.mode == RunMode.MULTIRUN
+            if multirun and first.hydra.sweeper.get("params"):
+                params = [f"{key}={value}" for key, value in first.hydra.sweeper.params.items()]
+                overrides = parser.parse_overrides(params) + overrides
+            _refuse_sweeps(overrides, multirun)
+            yield from _product(config_name, searched, overrides, parser)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(describe(error, overrides)) from None
+
+
+def _first(overrides: Sequence[Override]) -> list[str]:
+    """The overrides with each sweep replaced by its first value."""
+    return [f"{o.get_key_element()}={_values(o)[0]}" if o.is_sweep_override() else str(o.input_line) for o in overrides]
+
+
+def _values(override: Override) -> list[str]:
+    """A sweep's values, as written on the command line."""
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{override.input_line} is no list of values; accepted: a,b or choice(a,b) or range(a,b)")
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError(f"{override.input_line} matches nothing; accepted: at least one value")
+    return values
+
+
+def _refuse_sweeps(overrides: Sequence[Override], multirun: bool) -> None:
+    for override in overrides:
+        if not override.is_sweep_override():
+            continue
+        key = override.key_or_group
+        if key in NEVER_SWEPT:
+            raise ConfigError(f"{override.input_line} is a sweep; accepted: one list, {key}=[...], timed together")
+        if override.is_hydra_override():
+            raise ConfigError(f"{override.input_line} is a sweep; accepted: one value, as for all of hydra's options")
+        if not multirun:
+            raise ConfigError(
+                f"{override.input_line} is a sweep; accepted: one value, [a,b] for a list, or -m to sweep"
+            )
+
+
+def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser) -> None:
+    """Hydra answers a choice that is no word with a traceback."""
+    for override in overrides:
+        group = CONFIGS / override.key_or_group
+        if override.is_delete() or not group.is_dir():
+            continue
+        for text in _values(override) if override.is_sweep_override() else [override.get_value_element_as_str()]:
+            if not isinstance(parser.parse_override(f"{override.key_or_group}={text}").value(), str):
+                known = ", ".join(sorted(f.stem for f in group.glob("*.yaml")))
+                raise ConfigError(f"{override.key_or_group}={text} is unknown; accepted: one of {known}")
+
+
+def _product(
+    config_name: str, searched: list[str], overrides: Sequence[Override], parser: OverridesParser
+) -> Iterator[Config]:
+    """Every combination. Composing takes 50 ms, so only choices of groups are composed anew; a plain value is put into
+    a copy of the composed config, which is what Hydra does with it."""
+    last = {o.get_key_element(): o for o in overrides}  # as in Hydra's sweeper, the last of equal keys counts
+    sweeps = [o for o in last.values() if o.is_sweep_override()]
+    groups = [o for o in sweeps if _composes(o)]
+    plain = [o for o in sweeps if not _composes(o)]
+    loose = [[parser.parse_override(f"{o.get_key_element()}={v}").value() for v in _values(o)] for o in plain]
+    fixed = [str(o.input_line) for o in last.values() if not o.is_sweep_override()]
+    for chosen in itertools.product(*(_values(o) for o in groups)):
+        lines = [f"{o.get_key_element()}={value}" for o, value in zip(groups, chosen, strict=True)]
+        composed = to_plain(hydra.compose(config_name, searched + fixed + lines + _first(plain)))
+        for values in itertools.product(*loose):
+            config = composed
+            for override, value in zip(plain, values, strict=True):
+                config = _put(config, override.key_or_group.split("."), value)
+            yield config
+
+
+def _composes(override: Override) -> bool:
+    """Whether a new value of it can change more than itself."""
+    group = (CONFIGS / override.key_or_group).is_dir() or override.package is not None
+    return group or override.key_or_group.startswith(("hydra", "model.")) or "${" in str(override.input_line)
+
+
+def _put(config: Config, path: list[str], value: object) -> Config:
+    """A copy with the value at ``path``; what is not on the path is shared."""
+    if len(path) == 1:
+        return {**config, path[0]: value}
+    return {**config, path[0]: _put(config[path[0]], path[1:], value)}
+
+
+def describe(error: Exception, overrides: Sequence[Override]) -> str:
+    """One line for an error of Hydra or OmegaConf: the option, its value and what is accepted."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    written = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
+    if isinstance(error, OverrideParseException):
+        return f"{shown(error.override)} cannot be parsed; accepted: option=value, option=[a,b], or option=a,b with -m"
+    if isinstance(error, MissingConfigException):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if error.options is None:
+            group, choices = "--config-name", primary_configs(CONFIGS)
+        else:
+            choices = sorted(error.options)
+        return f"{group}={shown(name)} is unknown; accepted: {', '.join(choices)}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key} is missing; accepted: {key}=VALUE"
+    if isinstance(cause, InterpolationResolutionError):
+        return f"{written} cannot be resolved: {_first_line(cause)}; accepted: a value, or the name of another option"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
+        known = sorted(str(key) for key in cause.parent_node if key != "hydra") or ["what --help lists"]
+        return f"{written} is not an option; accepted: {', '.join(known)}"
+    message = _first_line(cause) if cause is not error else " ".join(str(error).split())
+    culprit = next((str(o.input_line) for o in overrides if o.key_or_group in message), written)
+    message = f"{culprit} cannot be composed: {message}" if culprit else message
+    return f"{message}; accepted: the groups and options of --help"
+
+
+def _first_line(error: Exception) -> str:
+    """OmegaConf adds lines about its own objects."""
+    return str(error).partition("\n")[0]

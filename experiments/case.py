@@ -1,0 +1,220 @@
+"""The case: one fully resolved configuration of a timing experiment, checked before anything heavy is imported.
+
+``case_from_config`` turns a composed config (plain nested dicts) into a frozen ``Case`` or raises ``ConfigError``, one
+line that names the option, its value and what is accepted. Standard library only. The arms that run a case are no
+part of it: they are checked here against the files of ``experiments/arms``, which are looked at but not imported.
+
+An arm ``a/b-c`` is the file ``experiments/arms/a_b_c.py``. It may declare the state formats that it can hold in a
+module-level literal, ``STATE_FORMATS = ("fp32", "fp16")``; one that declares none holds fp32.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
+from replayssm.geometry import FAMILIES, Geometry
+from replayssm.layout import FORMATS
+
+__all__ = ["Case", "ConfigError", "Precision", "Timing", "arms_from_config", "case_from_config", "case_hash"]
+
+ARMS = Path(__file__).parent / "arms"
+MODELS = Path(__file__).parents[1] / "configs" / "model"
+
+MAX_INTERVAL_LENGTH = 64
+PHASES = ("aligned", "staggered")
+INPUT_FORMATS = ("bf16", "fp32")
+DEVICES = ("cpu",)
+TRACKERS = ("none",)
+EXPERIMENTS = ("kernel",)
+OPTIONS = (
+    *("experiment", "model", "batch_size", "interval_length", "phase", "precision", "timing", "tracker", "arms"),
+    *("device", "threads", "seed", "dry_run", "records"),
+)
+MODEL_FIELDS = (
+    *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
+    *("hidden_size", "num_blocks", "num_layers", "pattern", "full_attention_interval", "vocab_size"),
+    *("tie_word_embeddings", "max_position_embeddings", "vision_tower"),
+)
+SSM_FIELDS = ("heads", "groups", "head_dim", "state_dim", "conv_kernel", "activation", "gate_lower_bound")
+NOT_IN_HASH = ("replicates", "timeout_s")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Formats of the stored state and of the layer's inputs and outputs."""
+
+    state: str
+    inputs: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The timing protocol that is asked for; what was done is in the record.
+
+    ``rounds``: times that every arm is timed. ``cycles_per_sample``: whole flush cycles in one sample. ``cold_factor``:
+    bytes of rotated tensors over the last-level cache. ``warmup_limit_s``, ``warmup_tolerance``: the warm-up ends when
+    three rounds agree within the tolerance, or at the limit. ``replicates``: fresh processes, each with ``timeout_s``.
+    """
+
+    name: str
+    rounds: int
+    cycles_per_sample: int
+    cold_factor: float
+    warmup_limit_s: float
+    warmup_tolerance: float
+    replicates: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer geometry, batch, interval length, precision, phase, seed and protocol. ``threads`` is resolved."""
+
+    experiment: str
+    model: str
+    geometry: Geometry
+    batch_size: int
+    interval_length: int
+    phase: str
+    precision: Precision
+    device: str
+    threads: int
+    seed: int
+    timing: Timing
+
+
+def case_hash(case: Case) -> str:
+    """16 hex digits that identify the case; how often it is repeated, and how long it may take, are left out."""
+    data = dataclasses.asdict(case)
+    data["timing"] = {k: v for k, v in data["timing"].items() if k not in NOT_IN_HASH}
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def case_from_config(config: Mapping[str, Any]) -> Case:
+    """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
+    only(config, OPTIONS)
+    model, geometry = model_from_config(config)
+    case = Case(
+        experiment=choice(config, "experiment", EXPERIMENTS),
+        model=model,
+        geometry=geometry,
+        batch_size=integer(config, "batch_size", 1),
+        interval_length=interval_length_from_config(config),
+        phase=choice(config, "phase", PHASES),
+        precision=_precision(config),
+        device=choice(config, "device", DEVICES),
+        threads=integer(config, "threads", 0, cores(), "0: all cores of this machine") or cores(),
+        seed=integer(config, "seed", 0, 2**63 - 1),
+        timing=_timing(config),
+    )
+    arms_from_config(config)
+    flag(config, "dry_run")
+    text(config, "records", "a folder")
+    only(config, ["name"], "tracker")
+    choice(config, "tracker.name", TRACKERS)
+    return case
+
+
+def interval_length_from_config(config: Mapping[str, Any]) -> int:
+    """L, at most 64: the kernels keep one row's whole ring in fast memory and are built for no more tokens."""
+    return integer(config, "interval_length", 1, MAX_INTERVAL_LENGTH, "64 tokens is the kernels' ring limit")
+
+
+def model_from_config(config: Mapping[str, Any]) -> tuple[str, Geometry]:
+    """Name and layer geometry of the group ``model``; refuses a model whose geometry was never published."""
+    only(config, MODEL_FIELDS, "model")
+    name = text(config, "model.name", "a name")
+    if get(config, "model", "a model").get("ssm") is None:
+        known = ", ".join(models_with_geometry())
+        raise ConfigError(f"model={name} has no published layer geometry; accepted: {known}")
+    only(config, SSM_FIELDS, "model.ssm")
+    family = choice(config, "model.family", FAMILIES)
+    fields = {f: integer(config, f"model.ssm.{f}", 1) for f in ("heads", "groups", "head_dim", "state_dim")}
+    heads, groups = fields["heads"], fields["groups"]
+    if heads % groups:
+        accepted = f"a multiple of model.ssm.groups={groups}"
+        raise refuse("model.ssm.heads", heads, accepted, f"is not divisible by model.ssm.groups={groups}")
+    if family == "kda" and heads != groups:
+        raise refuse("model.ssm.groups", groups, f"{heads}, since KDA has one key head a value head")
+    return name, Geometry(family=family, **fields)
+
+
+def models_with_geometry() -> list[str]:
+    """Names of the model files that hold a layer geometry."""
+    return [f.stem for f in sorted(MODELS.glob("*.yaml")) if "\nssm:" in f.read_text(encoding="utf-8")]
+
+
+def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arms to run, in the order given; each exists, none twice, and each can hold ``precision.state``."""
+    known = known_arms()
+    example = "a list of " + ", ".join(known)
+    arms = get(config, "arms", example)
+    if not isinstance(arms, list) or not arms:
+        raise refuse("arms", arms, example + ", at least one, such as arms=[stored/cpu,replay/cpu]")
+    for arm in arms:
+        if not isinstance(arm, str) or arm not in known:
+            raise refuse("arms", arm, example, "has no such arm")
+        if arms.count(arm) > 1:
+            raise refuse("arms", arm, "each arm once", "is repeated")
+        held = state_formats(arm)
+        state = choice(config, "precision.state", list(FORMATS))
+        if state not in held:
+            raise refuse("precision.state", state, ", ".join(held), f"cannot be held by arm {arm}")
+    return tuple(arms)
+
+
+@functools.cache
+def known_arms() -> tuple[str, ...]:
+    """Every arm that has a file, as ``stored/torch``."""
+    stems = sorted(f.stem.partition("_") for f in ARMS.glob("*.py") if not f.stem.startswith("_"))
+    return tuple(f"{kind}/{backend.replace('_', '-')}" for kind, _, backend in stems if backend)
+
+
+@functools.cache
+def state_formats(arm: str) -> tuple[str, ...]:
+    """The state formats that an arm's file declares in ``STATE_FORMATS``, read without importing it."""
+    kind, _, backend = arm.partition("/")
+    source = (ARMS / f"{kind}_{backend.replace('-', '_')}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(t, ast.Name) and t.id == "STATE_FORMATS" for t in targets):
+            return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    return ("fp32",)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _precision(config: Mapping[str, Any]) -> Precision:
+    only(config, [f.name for f in dataclasses.fields(Precision)], "precision")
+    return Precision(
+        state=choice(config, "precision.state", list(FORMATS)),
+        inputs=choice(config, "precision.inputs", INPUT_FORMATS),
+    )
+
+
+def _timing(config: Mapping[str, Any]) -> Timing:
+    only(config, [f.name for f in dataclasses.fields(Timing)], "timing")
+    return Timing(
+        name=text(config, "timing.name", "a name"),
+        rounds=integer(config, "timing.rounds", 1),
+        cycles_per_sample=integer(config, "timing.cycles_per_sample", 1),
+        cold_factor=number(config, "timing.cold_factor", 5, equal=True, why="less leaves the state in the cache"),
+        warmup_limit_s=number(config, "timing.warmup_limit_s", 0, 30),
+        warmup_tolerance=number(config, "timing.warmup_tolerance", 0, 1),
+        replicates=integer(config, "timing.replicates", 1),
+        timeout_s=number(config, "timing.timeout_s", 0),
+    )

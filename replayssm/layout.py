@@ -1,0 +1,91 @@
+"""How many bytes the state and a ring token take in each number format. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replayssm.geometry import Geometry
+
+__all__ = ["FORMATS", "PUBLISHED_RING", "Format", "Ring", "format_of"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Storage of the numbers of a tensor's rows, a row being the contiguous, contracted axis (N, K).
+
+    ``bits`` an element; ``block_scale_bytes`` for each ``block`` consecutive elements of a row, the last block may be
+    short; ``row_scale_bytes`` a row. A row's codes fill whole bytes.
+    """
+
+    name: str
+    bits: int
+    block: int = 1
+    block_scale_bytes: int = 0
+    row_scale_bytes: int = 0
+
+    def row_bytes(self, elements: int) -> int:
+        """Bytes of one row of ``elements`` numbers, its scales included."""
+        scales = -(-elements // self.block) * self.block_scale_bytes
+        return -(-elements * self.bits // 8) + scales + self.row_scale_bytes
+
+    def state_bytes(self, geometry: Geometry) -> int:
+        """Bytes of the state ``[heads, head_dim, state_dim]`` of one row of one layer."""
+        return geometry.heads * geometry.head_dim * self.row_bytes(geometry.state_dim)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp32", 32),
+        Format("bf16", 16),
+        Format("fp16", 16),
+        # One float32 scale for 128 consecutive elements of a state row: a whole row at N or K = 128.
+        Format("fp8_e4m3", 8, block=128, block_scale_bytes=4),
+        Format("int8", 8, block=128, block_scale_bytes=4),
+        # Two codes a byte, one E4M3 scale for 16 elements, and a float32 scale a row (a value row, by one block owned).
+        Format("nvfp4", 4, block=16, block_scale_bytes=1, row_scale_bytes=4),
+    )
+}
+PLAIN = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What one ring token holds. Mamba-2: x, B in ``inputs``, dt in float32. GDN and KDA: k in ``inputs``, d in ``d``,
+    g in float32, with ``key_norm`` the float32 1/norm of k, with ``raw`` also v in ``inputs`` and beta in float32, from
+    which flushes then fold instead of d. Formats are those without scales; raises ``ValueError`` on another."""
+
+    inputs: str = "bf16"
+    d: str = "fp32"
+    key_norm: bool = True
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("inputs", "d"):
+            if getattr(self, field) not in PLAIN:
+                raise ValueError(f"{field}={getattr(self, field)!r} is no ring format; accepted: {', '.join(PLAIN)}")
+
+    def token_bytes(self, geometry: Geometry) -> tuple[int, int, int]:
+        """Bytes of one token ``(appended, read for outputs, read to fold)``."""
+        g, size = geometry, FORMATS[self.inputs].bits // 8
+        if g.family == "mamba2":
+            token = size * (g.heads * g.head_dim + g.groups * g.state_dim) + 4 * g.heads
+            return token, token, token
+        key = size * g.groups * g.state_dim + 4 * g.groups * self.key_norm
+        decay = 4 * g.heads * (g.state_dim if g.family == "kda" else 1)
+        corrected = FORMATS[self.d].bits // 8 * g.heads * g.head_dim
+        raw = size * g.heads * g.head_dim + 4 * g.heads if self.raw else 0
+        return key + decay + corrected + raw, key + decay + corrected, key + decay + (raw or corrected)
+
+
+PUBLISHED_RING = Ring(d="bf16", key_norm=False)
+"""The ring of the public kernels: d in the activation format and no stored key norm."""
+
+
+def format_of(name: str | Format) -> Format:
+    """The format of that name; a ``Format`` is taken as it is. Raises ``ValueError`` on an unknown name."""
+    if isinstance(name, Format):
+        return name
+    if name not in FORMATS:
+        raise ValueError(f"format={name!r} is unknown; accepted: {', '.join(FORMATS)}")
+    return FORMATS[name]
