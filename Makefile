@@ -1,0 +1,47 @@
+# Everything below sets up its own environment, .venv, from python3 (3.11 or newer), make and a package index.
+# Options: PYTHON=python3.12 (which interpreter), ENVIRONMENT=auto|cpu|gpu (which set of packages), PYTEST_ARGS='-k cache'.
+
+PYTHON ?= python3
+ENVIRONMENT ?= auto
+PYTEST_ARGS ?=
+BIN := .venv/bin
+SETUP := $(PYTHON) scripts/environment.py --environment $(ENVIRONMENT)
+
+.DEFAULT_GOAL := help
+.PHONY: help reproduce test lint format check resolve-gpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@sed -n 's/^# \(Options: .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
+
+reproduce: ## run the main job on this machine: records, tables, figures, claims, report; repeating it skips what is done
+	@$(SETUP)
+	@$(BIN)/python -m experiments.reproduce
+
+test: ## run every test that needs no GPU
+	@$(SETUP) --extras dev
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: ## check style, formatting, types and that notebooks hold no outputs; changes nothing
+	@$(SETUP) --extras dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	git ls-files '*.ipynb' | xargs -r $(BIN)/nbstripout --verify
+
+format: ## format the code and strip notebook outputs, as the pre-commit hooks do
+	@$(SETUP) --extras dev
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	git ls-files '*.ipynb' | xargs -r $(BIN)/nbstripout
+
+check: lint test ## lint, test, and compare every committed table, figure and report with the committed records
+	$(BIN)/python -m analysis --check
+
+resolve-gpu: ## ask the package index whether the GPU set of packages resolves; installs nothing
+	@$(SETUP) --extras dev
+	@$(BIN)/python scripts/environment.py --resolve-gpu
+
+clean: ## remove .venv, caches and Hydra's run folders; results/ stays
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build outputs multirun *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
