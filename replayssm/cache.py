@@ -99,10 +99,12 @@ class ReplayCache:
         device: torch.device | str = "cpu",
     ) -> None:
         for name, value in (("slots", slots), ("layers", layers), ("window", 1 if window is None else window)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is impossible; accepted: at least 1")
-        if not 1 <= interval_length <= MAX_INTERVAL_LENGTH:
-            raise ValueError(f"interval_length={interval_length} is outside 1 to {MAX_INTERVAL_LENGTH}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value} is impossible; accepted: an integer of at least 1")
+        if not isinstance(interval_length, int) or not 1 <= interval_length <= MAX_INTERVAL_LENGTH:
+            raise ValueError(
+                f"interval_length={interval_length} is impossible; accepted: an integer from 1 to {MAX_INTERVAL_LENGTH}"
+            )
         if raw_fold and geometry.family == "mamba2":
             raise ValueError("raw_fold=True is for GDN and KDA; a Mamba-2 ring holds raw inputs already")
         self.geometry, self.layers, self.slots = geometry, layers, slots
@@ -147,7 +149,7 @@ class ReplayCache:
 
     def allocate(self, count: int = 1) -> list[Slot]:
         """``count`` free slots, with a zero state and an empty ring. Raises ``SlotError`` if there are fewer."""
-        if count > len(self._free):
+        if not 0 <= count <= len(self._free):
             raise SlotError(f"{count} slots wanted, {len(self._free)} of {self.slots} are free")
         taken = [self._free.pop() for _ in range(count)]
         handles = [Slot(self._identity, index, self._tenancy[index]) for index in taken]
@@ -161,7 +163,8 @@ class ReplayCache:
             self._tenancy[index] += 1
         self._free.extend(indices)
         self._releases += 1
-        self.state[:, indices] = torch.nan
+        for tensor in (self.state, *self.ring.values()):
+            tensor[:, indices] = torch.nan
 
     def batch(self, slots: Sequence[Slot | None]) -> Batch:
         """Map the rows of a step to slots; None is a padding row, which no kernel reads or writes."""
@@ -208,7 +211,9 @@ class ReplayCache:
         live = self._live(batch)
         if isinstance(accepted, int):
             accepted = torch.full_like(index, accepted)
-        elif accepted.shape != index.shape:
+        if not isinstance(accepted, Tensor) or accepted.dtype.is_floating_point:
+            raise ValueError(f"accepted={accepted!r} is impossible; accepted: an integer or [{len(index)}] integers")
+        if accepted.shape != index.shape:
             raise ValueError(f"accepted has shape {tuple(accepted.shape)}; accepted: one number or [{len(index)}]")
         count = accepted.to(self.cursor.device)[index >= 0].to(torch.int32)
         lowest, highest = (1, 1) if self.window is None else (0, self.window)

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
-from replayssm.kernels.torch.stored import consecutive, select, stored_step
+from replayssm.kernels.torch.stored import consecutive, stored_step
 from replayssm.recurrence import gdn, kda, mamba2
 
 
 def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
     """One token a row in standard decoding; see `replayssm.kernels` for the call.
 
-    Mutates ``out``, the checkpoint and ``flushes`` of rows whose ring is full, and the ring of the others.
+    Mutates ``out``, the checkpoint and ``flushes`` of rows whose ring is full, and the ring of the others. Raises
+    ``ValueError`` for a cache made with a window.
     """
+    if layer.window is not None:
+        raise ValueError(f"replay_step got a cache with window={layer.window}; accepted: None, or use verify_step")
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
         return
@@ -25,7 +28,7 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     due = length == layer.interval_length - 1
     if not due.all():
         # Reading the few rows that flush as well costs less than copying the state of all others.
-        inputs_live = select(inputs, rows)
+        inputs_live = inputs.rows(rows)
         view = consecutive(layer.state, live)
         state = layer.state[live] if view is None else view
         y, entries = _read(layer, state, live, length, inputs_live)
@@ -43,18 +46,23 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
 def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
     """A window of T tokens a row, ``out [B,T,H,P]``: rows whose flush is due fold their committed ring first; the
     window is computed against checkpoint and ring, and appended behind the committed tokens, whether accepted or not.
+    Raises ``ValueError`` for a cache without a window and for inputs of another T.
     """
     window = layer.window
     if window is None:
         raise ValueError("verify_step needs a cache made with a window; this one decodes one token a step")
+    if inputs[0].shape[1] != window:
+        raise ValueError(f"inputs hold {inputs[0].shape[1]} tokens a row; accepted: window={window}")
     rows = (slots >= 0).nonzero()[:, 0]
+    if len(rows) == 0:
+        return
     live = slots[rows]
     length = layer.cursor[live].long()
     due = (length > layer.interval_length - window) | (layer.interval_length < window)
     if due.any():
         _fold(layer, live[due], inputs)
     ring = ordered_ring(layer, live)
-    inputs = select(inputs, rows)
+    inputs = inputs.rows(rows)
     visible = torch.where(due, 0, length)
     if layer.family == "mamba2":
         y = mamba2.verify(layer.state[live], ring, visible, inputs)

@@ -23,20 +23,10 @@ def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor) -> None:
     step = _mamba2 if isinstance(inputs, mamba2.Inputs) else _delta
     view = consecutive(state, live)
     current = state[live] if view is None else view
-    result = step(current, select(inputs, rows))
+    result = step(current, inputs.rows(rows))
     if view is None:
         state[live] = current
     out[rows] = result.to(out.dtype)
-
-
-def select(inputs: Any, rows: Tensor) -> Any:
-    """The chosen rows of a family's per-token tensors; A and D of Mamba-2 belong to the layer and stay whole."""
-    return type(inputs)(
-        *(
-            tensor if tensor is None or name in ("A", "D") else tensor[rows]
-            for name, tensor in zip(inputs._fields, inputs, strict=True)
-        )
-    )
 
 
 def consecutive(tensor: Tensor, live: Tensor) -> Tensor | None:
