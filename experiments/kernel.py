@@ -1,0 +1,92 @@
+"""The kernel experiment: one state-space layer's decode step, stored against replay, over whole flush cycles.
+
+    python -m experiments.kernel model=qwen3_5_4b batch_size=64 interval_length=16
+    python -m experiments.kernel -m model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
+    python -m experiments.kernel -m batch_size=1,8,64 dry_run=true
+
+A job is a case. All its arms are checked against the float64 recurrence, timed together and interleaved, and checked
+again, once in each of timing.replicates fresh processes. Every arm appends one record to the folder `records`; cases
+that are recorded there already are skipped, so an interrupted sweep is started again with the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.app import run
+from experiments.case import Case, arms_from_config, case_from_config, case_hash
+from experiments.measure import runner
+from experiments.measure.provenance import cpu
+from replayssm import traffic
+
+NOMINAL_BYTES_PER_S = 10e9
+"""For the estimate of a dry run only: what one desktop CPU core can be relied on to move."""
+
+
+def main(config: dict[str, Any]) -> int:
+    """Run one case, or with ``dry_run`` print it. Returns 1 if an arm was wrong, failed or ran out of time."""
+    case, arms = case_from_config(config), arms_from_config(config)
+    if config["dry_run"]:
+        print(dry_run_line(case, arms))
+        return 0
+    folder = Path(config["records"])
+    waiting = runner.pending([case], arms, folder)
+    if not waiting:
+        print(f"{label(case)}: recorded already in {folder}")
+        return 0
+    worst = 0
+    for replicate, cases in waiting:
+        watcher = runner.Watcher(done=lambda case, replicate, outcome: print(outcome_lines(case, replicate, outcome)))
+        outcomes = runner.run(replicate, cases, arms, folder, tuple(sys.argv), watcher)
+        failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, _ in o.values())
+        worst = max(worst, int(failed))
+    return worst
+
+
+def label(case: Case) -> str:
+    """The case in a few words."""
+    g = case.geometry
+    return (
+        f"{case.model} ({g.family} {g.heads}x{g.head_dim}x{g.state_dim}), batch {case.batch_size}, "
+        f"L {case.interval_length}, {case.phase}, state {case.precision.state}, inputs {case.precision.inputs}"
+    )
+
+
+def outcome_lines(case: Case, replicate: int, outcome: runner.Outcome) -> str:
+    """What became of each arm: median time of a layer step, or status and reason."""
+    lines = [f"{label(case)}, replicate {replicate}"]
+    for arm, (status, message, step_ns) in outcome.items():
+        lines.append(
+            f"  {arm:<14} " + (f"{step_ns / 1000:10.1f} us a layer step" if step_ns else f"{status}: {message}")
+        )
+    return "\n".join(lines)
+
+
+def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
+    """The case with its bytes, floor and estimated time, from nominal bandwidths."""
+    plain = traffic.stored(case.geometry, case.precision.state, case.batch_size)
+    ring = traffic.Ring(inputs=case.precision.inputs)
+    cycle = traffic.replay(case.geometry, case.interval_length, case.precision.state, ring=ring, rows=case.batch_size)
+    replay = cycle.per_step()
+    rate = NOMINAL_BYTES_PER_S * case.threads
+    copies = runner.copies_of(case, cpu()["last_level_cache_bytes"])
+    sample_s = copies * case.interval_length * case.timing.cycles_per_sample * plain.floor_ns(rate, rate) / 1e9
+    # Arms in plain torch pass over the state several times; warm-up and checks cost about five rounds.
+    total_s = (
+        case.timing.replicates
+        * (case.timing.rounds + 5)
+        * sample_s
+        * sum(4 if arm.endswith("/torch") else 1 for arm in arms)
+    )
+    return (
+        f"{case_hash(case)}  {label(case)}: stored {plain.total_bytes / 1e6:.1f} MB a step, replay "
+        f"{replay.total_bytes / 1e6:.1f} MB; floor {plain.floor_ns(rate, rate) / 1e3:.0f} and "
+        f"{replay.floor_ns(rate, rate) / 1e3:.0f} us at an assumed {rate / 1e9:.0f} GB/s; {copies} copies; "
+        f"{len(arms)} arms x {case.timing.replicates} replicates, about {total_s:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    run("kernel", main)

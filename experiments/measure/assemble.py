@@ -1,0 +1,85 @@
+"""Records from what a run knows: the fields that all arms of a group share, and the record of a failure.
+
+Standard library only, so that the process that watches a run can write its failures without importing torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from experiments.case import Case, Precision, Timing, case_hash
+from experiments.measure import provenance
+from experiments.measure.record import Record
+from experiments.measure.sources import arm_hash, arm_sources
+from replayssm.geometry import Geometry
+
+
+def now_utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass
+class Group:
+    """The arms of one case that are run together, in one process; made when the run starts."""
+
+    case: Case
+    arms: tuple[str, ...]
+    replicate: int
+    argv: tuple[str, ...]
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    started_utc: str = field(default_factory=now_utc)
+    state_before: dict[str, Any] = field(default_factory=provenance.cpu_state)
+
+    def record(self, arm: str, status: str, message: str = "", **measured: Any) -> Record:
+        """The record of ``arm``. ``measured`` holds the record's fields that only a run knows."""
+        timing = dataclasses.asdict(self.case.timing)
+        return Record(
+            group=self.id,
+            experiment=self.case.experiment,
+            case_hash=case_hash(self.case),
+            arm=arm,
+            arm_hash=arm_hash(arm),
+            arms=self.arms,
+            replicate=self.replicate,
+            status=status,
+            message=message,
+            case=dataclasses.asdict(self.case),
+            arm_config=measured.pop("arm_config", {}),
+            code=provenance.code() | {"arm_sources": arm_sources(arm)},
+            packages=provenance.packages(),
+            device=provenance.cpu(),
+            device_state=provenance.cpu_state_during(self.state_before, provenance.cpu_state()),
+            environment=provenance.environment(),
+            argv=self.argv,
+            seeds={"case": self.case.seed, "order": order_seed(self.case, self.replicate)},
+            started_utc=self.started_utc,
+            ended_utc=now_utc(),
+            timing_asked=timing,
+            **measured,
+        )
+
+    def failures(self, status: str, message: str) -> list[Record]:
+        """The same failure for every arm."""
+        return [self.record(arm, status, message) for arm in self.arms]
+
+
+def case_from_dict(data: dict[str, Any]) -> Case:
+    """The case of ``dataclasses.asdict``, as a record or a job holds it."""
+    parts = {"geometry": Geometry, "precision": Precision, "timing": Timing}
+    return Case(**{name: parts[name](**value) if name in parts else value for name, value in data.items()})
+
+
+def order_seed(case: Case, replicate: int) -> int:
+    """Seed of the order in which arms are timed: another for each replicate."""
+    return case.seed * 1009 + replicate
+
+
+def resume_keys(case: Case, arms: tuple[str, ...], replicate: int) -> set[tuple[str, str, str, str, str, int]]:
+    """What `Record.key` will be for the arms of a group that has not run yet."""
+    schema = next(f.default for f in dataclasses.fields(Record) if f.name == "schema")
+    device = provenance.cpu()["name"]
+    return {(schema, case_hash(case), arm, arm_hash(arm), device, replicate) for arm in arms}

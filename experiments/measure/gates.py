@@ -1,0 +1,181 @@
+"""Correctness gates: one whole flush cycle of an arm against the plain recurrence in float64, from the arm's own state.
+
+Before and after timing, the state is taken as the arm left it, one more cycle runs through the very calls that are
+timed, and outputs, state, ring, cursor and flush counts are compared with what the protocol and the recurrence give.
+The reference knows nothing of replay: it starts from the checkpoint and steps through the tokens that the row's ring
+should hold, then through the cycle.
+
+Budgets come from data: twice the error that an honest float32 version of the stored recurrence makes on the same rows,
+with the same input dtype and one rounding of the output. A few rows of a few copies are compared in float64, drawn anew
+at each check; all rows of all copies must be written (outputs are poisoned with NaN before each pass) and, before
+timing, agree with the first arm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.case import Case
+from experiments.measure.layers import Tokens, phase_offsets
+from experiments.measure.record import Comparison, Correctness
+from replayssm.kernels.torch.replay import ordered_ring
+from replayssm.recurrence import FAMILIES
+
+CHECKED_ROWS = 2
+CHECKED_COPIES = 2
+SLACK = 2.0
+"""Budget over the error of the honest version."""
+MARK = 1.0
+"""Written into every copy's state before timing; a copy that still holds it afterwards was never stepped."""
+
+
+@dataclass
+class Cycle:
+    """What one cycle gives for the checked rows: ``outputs [L,C,R,H,P]``; the state when the row last flushed and the
+    state at the end of the cycle, ``[C,R,H,P,N]`` each (C copies, R rows).
+    """
+
+    outputs: Tensor
+    flushed: Tensor
+    final: Tensor
+
+
+class Check:
+    """The rows and copies of one check, drawn from the case's seed and the moment, and the results for them."""
+
+    def __init__(self, case: Case, copies: int, moment: str) -> None:
+        self.case, self.moment = case, moment
+        generator = torch.Generator().manual_seed(case.seed + (11 if moment == "before" else 13))
+        self.rows = _draw(case.batch_size, CHECKED_ROWS, generator)
+        self.copies = _draw(copies, CHECKED_COPIES, generator)
+        self.offsets = phase_offsets(case)
+        self._start: dict[torch.dtype, Tensor] = {}
+        self._references: dict[torch.dtype, Cycle] = {}
+
+    def run(self, layers: Any, cycles_before: int) -> tuple[Correctness, Tensor]:
+        """Run one cycle of ``layers`` and judge it; also the outputs ``[copies,B,H,P]`` of its last pass.
+
+        ``cycles_before`` is how many cycles have run since the layers were made. Mutates the layers.
+        """
+        checkpoint = self._rows_of(layers.state)
+        truth = self._reference(layers, checkpoint, torch.float64)
+        honest = self._reference(layers, checkpoint, torch.float32)
+        outputs, unwritten = [], 0
+        for passes in range(self.case.interval_length):
+            layers.out.fill_(torch.nan)
+            layers.run_pass(passes)
+            outputs.append(self._rows_of(layers.out))
+            unwritten += int((~layers.out.isfinite()).sum())
+        comparisons = [
+            _compare("output", torch.stack(outputs), truth.outputs, honest.outputs.to(layers.out.dtype), 2),
+            _exact("output elements not written or not finite", unwritten),
+            *self._states(layers, truth, honest),
+        ]
+        flushes = layers.flushes
+        comparisons.append(
+            _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min()))
+        )
+        cycles = (cycles_before + 1) * layers.flushes_per_cycle
+        marked = (layers.state[:, 0, 0, 0, 0] == MARK) if self.moment == "after" else torch.zeros(1)
+        correctness = Correctness(
+            moment=self.moment,
+            comparisons=tuple(comparisons),
+            rows=tuple(self.rows.tolist()),
+            copies=tuple(self.copies.tolist()),
+            cursor_equal=bool((layers.cursor == self.offsets * layers.flushes_per_cycle).all()),
+            flushes_counted=int(flushes.sum()),
+            flushes_expected=cycles * flushes.numel(),
+            copies_touched=layers.copies - int(marked.sum()),
+            copies_expected=layers.copies,
+        )
+        return correctness, layers.out.clone()
+
+    def agreement(self, outputs: Tensor, first: Tensor) -> Comparison:
+        """All rows of all copies against the first arm's, both from the same start: the worst relative difference of
+        a row. Both may differ from the truth by the budget, so the budget here is twice that.
+        """
+        honest, truth = self._references[torch.float32], self._references[torch.float64]
+        worst = _relative(honest.outputs.to(first.dtype), truth.outputs, 2).max()
+        error = _relative(outputs, first, 2).nan_to_num(torch.inf).max()
+        return Comparison("output of all rows against the first arm", float(error), 2 * SLACK * float(worst))
+
+    def _states(self, layers: Any, truth: Cycle, honest: Cycle) -> list[Comparison]:
+        """The checkpoint as it was when the row last flushed, and checkpoint plus ring at the end of the cycle."""
+        checkpoint = self._rows_of(layers.state)
+        if not layers.flushes_per_cycle:
+            return [_compare("state", checkpoint, truth.final, honest.final, 3)]
+        family, folded = FAMILIES[self.case.geometry.family], []
+        for copy, state in zip(self.copies.tolist(), checkpoint.double(), strict=True):
+            ring = ordered_ring(layers.cache.layer(copy), self.rows)
+            weights = (layers.tokens.at(0, copy).A,) if self.case.geometry.family == "mamba2" else ()
+            folded.append(family.fold(state, ring, layers.cursor[self.rows], *weights))
+        return [
+            _compare("state", checkpoint, truth.flushed, honest.flushed, 3),
+            _compare("state and ring", torch.stack(folded), truth.final, honest.final, 3),
+        ]
+
+    def _rows_of(self, tensor: Tensor) -> Tensor:
+        return tensor[self.copies[:, None], self.rows].clone()
+
+    def _reference(self, layers: Any, checkpoint: Tensor, dtype: torch.dtype) -> Cycle:
+        """The plain recurrence from ``checkpoint [C,R,H,P,N]``. Before timing all arms start from the same state, so
+        the first arm's reference serves the others.
+        """
+        if dtype in self._references and torch.equal(self._start[dtype], checkpoint):
+            return self._references[dtype]
+        in_ring = self.offsets[self.rows] * layers.flushes_per_cycle
+        results = [
+            self._steps(layers.tokens, copy, state.to(dtype), in_ring)
+            for copy, state in zip(self.copies.tolist(), checkpoint, strict=True)
+        ]
+        outputs, flushed, final = zip(*results, strict=True)
+        self._start[dtype] = checkpoint
+        self._references[dtype] = Cycle(torch.stack(outputs, dim=1), torch.stack(flushed), torch.stack(final))
+        return self._references[dtype]
+
+    def _steps(self, tokens: Tokens, copy: int, state: Tensor, in_ring: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One copy's rows: first through the ``in_ring [R]`` tokens behind the checkpoint, then through the cycle."""
+        step, length = FAMILIES[self.case.geometry.family].step, self.case.interval_length
+        for passes in range(-int(in_ring.max()), 0):
+            _, stepped = step(state, tokens.at(passes, copy).rows(self.rows))
+            state = torch.where((in_ring >= -passes).view(-1, 1, 1, 1), stepped, state)
+        outputs, flushed = [], state
+        for passes in range(length):
+            y, state = step(state, tokens.at(passes, copy).rows(self.rows))
+            outputs.append(y)
+            flushed = torch.where((in_ring == length - 1 - passes).view(-1, 1, 1, 1), state, flushed)
+        return torch.stack(outputs), flushed, state
+
+
+def mark_copies(layers: Any) -> None:
+    """Put the mark into every copy's state, to be looked for after timing."""
+    layers.state[:, 0, 0, 0, 0] = MARK
+
+
+def _draw(count: int, wanted: int, generator: torch.Generator) -> Tensor:
+    """Up to ``wanted`` of ``count``, the last always among them, in ascending order."""
+    others = torch.randperm(count - 1, generator=generator)[: wanted - 1]
+    return torch.cat([others, torch.tensor([count - 1])]).sort().values
+
+
+def _relative(actual: Tensor, expected: Tensor, vector_dims: int) -> Tensor:
+    """Relative error by norm of each vector, which spans the last ``vector_dims`` axes."""
+    dims = tuple(range(-vector_dims, 0))
+    expected = expected.double()
+    squared_error = (actual.double() - expected).square().sum(dims)
+    return (squared_error / expected.square().sum(dims)).sqrt()
+
+
+def _compare(quantity: str, actual: Tensor, truth: Tensor, honest: Tensor, vector_dims: int) -> Comparison:
+    """The worst row's error, and twice the honest version's worst."""
+    error = _relative(actual, truth, vector_dims).nan_to_num(torch.inf).max()
+    budget = SLACK * _relative(honest, truth, vector_dims).max()
+    return Comparison(quantity, float(error), float(budget))
+
+
+def _exact(quantity: str, count: int) -> Comparison:
+    return Comparison(quantity, float(count), 0.0)

@@ -1,0 +1,64 @@
+"""The journal of a process: a JSONL file that only grows, and what earlier journals hold already.
+
+A process creates its file exclusively and appends one line a record with one ``os.write`` each. The records of a group
+(the arms of one case that were timed together) are written back to back when all of them are done, so a process that is
+killed leaves whole groups; a group cut short all the same is incomplete, and is measured again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from experiments.measure.record import Record
+
+FINAL = ("ok", "oom", "unsupported", "incorrect")
+"""Statuses that running again would not change; ``error`` and ``timeout`` are tried again."""
+
+
+class Journal:
+    """An append-only record file of this process in ``folder``; created with the first record."""
+
+    def __init__(self, folder: Path, experiment: str) -> None:
+        self.folder, self.experiment = folder, experiment
+        self._file: int | None = None
+        self.path: Path | None = None
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Append a group. Raises ``OSError`` if a line could not be written whole."""
+        lines = [(record.to_json() + "\n").encode() for record in records]
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            self.path = self.folder / f"{self.experiment}-{stamp}-{secrets.token_hex(4)}.jsonl"
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        for line in lines:
+            if os.write(self._file, line) != len(line):
+                raise OSError(f"{self.path}: a record was cut short; is the disk full?")
+        os.fsync(self._file)
+
+
+def read_lines(folder: Path) -> Iterator[tuple[Path, int, str | None]]:
+    """``(file, line number, text)`` of every line under ``folder``; the text is None for a tail that was cut short."""
+    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        *lines, tail = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            yield path, number, line.decode(errors="replace")
+        if tail:
+            yield path, len(lines) + 1, None
+
+
+def finished(folder: Path) -> set[tuple[str, str, str, str, str, int]]:
+    """Resume keys of the records under ``folder`` that need not be measured again: final status, complete group."""
+    groups: dict[str, list[Record]] = {}
+    for _, _, text in read_lines(folder):
+        try:
+            record = Record.from_json(text or "")
+        except ValueError:
+            continue
+        groups.setdefault(record.group, []).append(record)
+    complete = (group for group in groups.values() if {r.arm for r in group} == set(group[0].arms))
+    return {record.key for group in complete for record in group if record.status in FINAL}

@@ -1,0 +1,133 @@
+"""Where a record comes from: code, packages, device and its state. Standard library only.
+
+What the machine does not tell is recorded as None, never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from experiments.measure.sources import ROOT
+
+PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
+VARIABLES = ("OMP_", "MKL_", "NUMBA_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH_", "CUDA_", "TRITON_", "MALLOC_")
+_CPU = Path("/sys/devices/system/cpu")
+
+
+def code() -> dict[str, Any]:
+    """Git revision and whether tracked files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(("git", "-C", str(ROOT), *arguments), capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+    return {"git_sha": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def packages() -> dict[str, str]:
+    """Versions of Python and of the packages that matter for a number, those installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Environment variables that change threads, compilers or allocators."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+
+
+def cpu() -> dict[str, Any]:
+    """The CPU as a device: name, cores usable by this process, memory and last-level cache in bytes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    memory = _field("/proc/meminfo", "MemTotal")
+    return {
+        "name": f"{model}, {cores} cores",
+        "kind": "cpu",
+        "cores": cores,
+        "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
+        "last_level_cache_bytes": _last_level_cache(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def cpu_state() -> dict[str, Any]:
+    """Clocks in MHz, count of thermal throttling events, time stolen by a hypervisor, load: now."""
+    throttles = [_number(path) for path in sorted(_CPU.glob("cpu[0-9]*/thermal_throttle/core_throttle_count"))]
+    stat = _first_line("/proc/stat")
+    return {
+        "clock_mhz": [float(value) for value in _fields("/proc/cpuinfo", "cpu MHz")],
+        "throttle_count": None if not throttles or None in throttles else sum(t for t in throttles if t is not None),
+        "stolen_ticks": int(stat.split()[8]) if stat else None,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def cpu_state_during(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """`cpu_state` around a run, and whether the CPU throttled in between (None where it does not tell)."""
+    counts = (before["throttle_count"], after["throttle_count"])
+    return {"throttled": None if None in counts else counts[1] > counts[0], "before": before, "after": after}
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not tell."""
+    available = _field("/proc/meminfo", "MemAvailable")
+    return int(available.split()[0]) * 1024 if available else None
+
+
+def _last_level_cache() -> int | None:
+    levels = []
+    for index in (_CPU / "cpu0" / "cache").glob("index*"):
+        level, size = _first_line(index / "level"), _first_line(index / "size")
+        if level and size and size.endswith("K"):
+            levels.append((int(level), int(size[:-1]) * 1024))
+    if levels:
+        return max(levels)[1]
+    for name in ("hw.l3cachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize"):
+        try:
+            size = subprocess.run(("sysctl", "-n", name), capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        if size.isdigit() and int(size):
+            return int(size)
+    return None
+
+
+def _first_line(path: str | Path) -> str | None:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    line = _first_line(path)
+    return int(line) if line and line.isdigit() else None
+
+
+def _fields(path: str, name: str) -> list[str]:
+    """All values of ``name : value`` lines."""
+    try:
+        with open(path) as file:
+            pairs = [line.partition(":") for line in file]
+    except OSError:
+        return []
+    return [value.strip() for key, _, value in pairs if key.strip() == name]
+
+
+def _field(path: str, name: str) -> str | None:
+    return next(iter(_fields(path, name)), None)

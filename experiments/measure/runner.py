@@ -1,0 +1,143 @@
+"""Run cases in fresh processes, watch them, and leave a record for whatever becomes of them. Standard library only.
+
+A replicate is one process over the pending cases. A case that takes longer than its timeout, or takes its process down,
+is recorded as such for all its arms, and the cases behind it go on in a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.case import Case
+from experiments.measure.assemble import Group, resume_keys
+from experiments.measure.journal import Journal, finished
+from experiments.measure.sources import ROOT
+from replayssm.layout import format_of
+
+Outcome = dict[str, tuple[str, str, float | None]]
+"""By arm: status, message, median nanoseconds of a layer step."""
+FALLBACK_CACHE_BYTES = 64 << 20
+"""Taken for the last-level cache where the system does not tell its size; larger than any laptop's."""
+
+
+@dataclass
+class Watcher:
+    """Called as things happen; the default shows nothing."""
+
+    started: Callable[[Case, int], None] = lambda case, replicate: None
+    done: Callable[[Case, int, Outcome], None] = lambda case, replicate, outcome: None
+
+
+def pending(cases: Sequence[Case], arms: tuple[str, ...], folder: Path) -> list[tuple[int, list[Case]]]:
+    """Cases still to run, by replicate: those of which an arm has no final record in ``folder``."""
+    known = finished(folder)
+    last = max(case.timing.replicates for case in cases)
+    by_replicate = [
+        (n, [c for c in cases if n < c.timing.replicates and not resume_keys(c, arms, n) <= known]) for n in range(last)
+    ]
+    return [(replicate, left) for replicate, left in by_replicate if left]
+
+
+def run(
+    replicate: int, cases: Sequence[Case], arms: tuple[str, ...], folder: Path, argv: tuple[str, ...], watcher: Watcher
+) -> list[Outcome]:
+    """Run ``cases`` as replicate ``replicate``; returns their outcomes when each has its records in ``folder``."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(cases):
+        outcomes += _one_process(replicate, list(cases[len(outcomes) :]), arms, folder, argv, watcher)
+    return outcomes
+
+
+def copies_of(case: Case, cache_bytes: int | None) -> int:
+    """Copies of the state that rotate, so that together they exceed the last-level cache by the cold factor."""
+    copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
+    return math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes)
+
+
+def _one_process(
+    replicate: int, cases: list[Case], arms: tuple[str, ...], folder: Path, argv: tuple[str, ...], watcher: Watcher
+) -> list[Outcome]:
+    """Run one worker as far as it gets, at least to the end of one case; returns the outcomes."""
+    job = {
+        "cases": [dataclasses.asdict(case) for case in cases],
+        "arms": arms,
+        "replicate": replicate,
+        "folder": str(folder),
+        "argv": argv,
+    }
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "experiments.measure.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        # Threads that spin after a parallel region would take the cores from the next arm's kernels.
+        env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
+        start_new_session=True,
+    )
+    assert worker.stdin is not None
+    outcomes: list[Outcome] = []
+    try:
+        worker.stdin.write(json.dumps(job).encode() + b"\n")
+        worker.stdin.flush()
+        for case in cases:
+            group = Group(case, arms, replicate, argv)
+            watcher.started(case, replicate)
+            outcome, failure = _await(worker, case.timing.timeout_s)
+            if failure:
+                Journal(folder, case.experiment).append(group.failures(*failure))
+                outcome = dict.fromkeys(arms, (*failure, None))
+            outcomes.append(outcome)
+            watcher.done(case, replicate, outcome)
+            if failure:
+                break
+    finally:
+        _end(worker)
+    return outcomes
+
+
+def _await(worker: subprocess.Popen[bytes], timeout_s: float) -> tuple[Outcome, tuple[str, str] | None]:
+    """Wait for the current case's end: its outcome, or the status and message of what ended it."""
+    assert worker.stdout is not None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ready, _, _ = select.select([worker.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped")
+        line = worker.stdout.readline()
+        if not line:
+            code = worker.wait()
+            return {}, ("error", f"its process ended with {_exit_name(code)}")
+        event = json.loads(line)
+        if event["event"] == "done":
+            return event["outcome"], None
+
+
+def _exit_name(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}; its own message is on standard error"
+    reason = "; a system out of memory does this" if -code == signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{reason}"
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """Leave nothing running: closing its input ends a worker, killing it makes sure."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    with contextlib.suppress(OSError):
+        worker.stdin.close()
+    if worker.poll() is None:
+        worker.kill()
+    worker.wait()
+    worker.stdout.close()

@@ -1,0 +1,57 @@
+"""Which source files an arm consists of, and their hash: part of the resume key; changed code is measured again.
+
+Found by walking the import statements of the arm's file, without importing anything. The harness itself
+(`experiments.measure`) is left out: it is the same for all arms, and the git revision in each record names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("replayssm", "experiments.arms")
+
+
+def arm_file(arm: str) -> Path:
+    """The file of arm ``family/name``; it need not exist."""
+    return ROOT / "experiments" / "arms" / f"{arm.replace('/', '_').replace('-', '_')}.py"
+
+
+def arm_sources(arm: str) -> dict[str, str]:
+    """SHA-256 by path, relative to the repository, of the arm's file and of all project files it imports."""
+    found: dict[Path, str] = {}
+    waiting = [arm_file(arm)]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        text = path.read_bytes()
+        found[path] = hashlib.sha256(text).hexdigest()
+        waiting.extend(file for name in _imports(text, path) for file in _files(name))
+    return {str(path.relative_to(ROOT)): found[path] for path in sorted(found)}
+
+
+def arm_hash(arm: str) -> str:
+    """First 16 hexadecimal digits of the hash over `arm_sources`."""
+    lines = [f"{path} {digest}" for path, digest in arm_sources(arm).items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _imports(text: bytes, path: Path) -> list[str]:
+    """Dotted names of everything a module imports, with ``from a import b`` giving both a and a.b."""
+    names = []
+    for node in ast.walk(ast.parse(text, filename=str(path))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name.startswith(PACKAGES)]
+
+
+def _files(name: str) -> list[Path]:
+    """The module's file and the package files on the way to it, those that exist."""
+    parts = name.split(".")
+    candidates = [ROOT.joinpath(*parts[:i], "__init__.py") for i in range(1, len(parts) + 1)]
+    return [path for path in (*candidates, ROOT.joinpath(*parts).with_suffix(".py")) if path.is_file()]

@@ -1,0 +1,255 @@
+"""A replicate: a fresh process that runs cases one after the other and appends a group of records for each.
+
+Started by `experiments.measure.runner`, which writes one JSON job to its standard input and reads one JSON event a line
+from its standard output: ``{"event": "start" | "done", "case": i, ...}``. It ends when its input is closed, so it never
+outlives the process that watches it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import numba
+import torch
+
+from experiments.case import Case
+from experiments.measure import gates, provenance
+from experiments.measure.assemble import Group, case_from_dict, order_seed
+from experiments.measure.journal import Journal
+from experiments.measure.record import Correctness, Record
+from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of
+from experiments.measure.sources import arm_file
+from experiments.measure.timing import interleave, warm_up
+from replayssm.kernels.cpu import bandwidth
+from replayssm.layout import format_of
+
+MEMORY_SHARE = 0.8
+"""Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
+
+
+class Arm:
+    """One arm of a running group: its layers, and what became of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status, self.message = "ok", ""
+        self.layers: Any = None
+        self.module: Any = None
+        self.correctness: list[Correctness] = []
+        self.cycles = 0
+
+    def fail(self, status: str, message: str) -> None:
+        self.status, self.message, self.layers = status, " ".join(message.split()), None
+
+    def run(self, cycles: int) -> None:
+        for _ in range(cycles):
+            self.layers.cycle()
+        self.cycles += cycles
+
+
+def run_group(group: Group) -> list[Record]:
+    """Run all arms of a case and return one record each; failures of an arm are its record, never an exception."""
+    case = group.case
+    cache_bytes = provenance.cpu()["last_level_cache_bytes"] or FALLBACK_CACHE_BYTES
+    copies = copies_of(case, cache_bytes)
+    copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
+    needed, free = (len(group.arms) + 2) * copies * copy_bytes, provenance.available_memory_bytes()
+    if free is not None and needed > MEMORY_SHARE * free:
+        predicted = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
+        return group.failures("oom", predicted)
+
+    arms = [Arm(name) for name in group.arms]
+    for arm in arms:
+        _prepare(arm, case, copies)
+    _check_before(arms, case, copies)
+    timed = _time(arms, group, copies * copy_bytes) if any(arm.layers for arm in arms) else {}
+    _check_after(arms, case, copies)
+    used = {
+        "copies": copies,
+        "rotated_bytes": copies * copy_bytes,
+        "last_level_cache_bytes": cache_bytes,
+        "cycles_per_sample": case.timing.cycles_per_sample,
+        "interval_length": case.interval_length,
+        "timer": "time.perf_counter_ns",
+    }
+    return [_record(arm, group, used, timed) for arm in arms]
+
+
+def _prepare(arm: Arm, case: Case, copies: int) -> None:
+    """Import the arm and build its layers; what goes wrong is the arm's status."""
+    try:
+        arm.module = importlib.import_module(f"experiments.arms.{arm_file(arm.name).stem}")
+        reason = arm.module.unsupported(case)
+        if reason:
+            arm.fail("unsupported", reason)
+        else:
+            arm.layers = arm.module.prepare(case, copies)
+    except (MemoryError, RuntimeError) as error:
+        arm.fail("oom" if isinstance(error, MemoryError) or "allocate memory" in str(error) else "error", _told(error))
+    except Exception as error:
+        arm.fail("error", _told(error))
+
+
+def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
+    """Every arm against float64, and all rows against the first arm that is right."""
+    check, first = gates.Check(case, copies, "before"), None
+    for arm in arms:
+        outputs = _checked(arm, check)
+        if arm.layers is None:
+            continue
+        if first is None:
+            first = outputs
+        agreement = check.agreement(outputs, first)
+        if not agreement.passed:
+            arm.fail("incorrect", f"{agreement.quantity}: error {agreement.error:.3g} exceeds {agreement.budget:.3g}")
+        else:
+            gates.mark_copies(arm.layers)
+
+
+def _check_after(arms: list[Arm], case: Case, copies: int) -> None:
+    check = gates.Check(case, copies, "after")
+    for arm in arms:
+        _checked(arm, check)
+
+
+def _checked(arm: Arm, check: gates.Check) -> Any:
+    """Run one check on an arm that still stands; returns its outputs."""
+    if arm.layers is None:
+        return None
+    try:
+        correctness, outputs = check.run(arm.layers, arm.cycles)
+    except Exception as error:
+        arm.fail("error", f"{check.moment} timing: {_told(error)}")
+        return None
+    arm.cycles += 1
+    arm.correctness.append(correctness)
+    if not correctness.passed:
+        arm.fail("incorrect", f"{check.moment} timing: " + "; ".join(correctness.faults()))
+    return outputs
+
+
+def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
+    """Warm up, then time all arms that are right, the bandwidth kernels, and one stored arm a second time (A/A)."""
+    case = group.case
+    cycles = case.timing.cycles_per_sample
+    standing = {arm.name: arm for arm in arms if arm.layers is not None}
+    participants = {name: (lambda arm=arm: arm.run(cycles)) for name, arm in standing.items()}
+    buffer = torch.ones(buffer_bytes // 4)
+    probes = bandwidth.candidates()
+    participants |= {f"probe {name}": (lambda probe=probe: probe.run(buffer)) for name, probe in probes.items()}
+    warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance)
+    again = _fastest_stored(list(standing), warmed.last_ns)
+    participants[f"{again} again"] = participants[again]
+    samples = interleave(participants, case.timing.rounds, order_seed(case, group.replicate))
+    return {
+        "samples": {name: samples.elapsed_ns[name] for name in standing},
+        "again": {again: samples.elapsed_ns[f"{again} again"]},
+        "bandwidth": {
+            kind: _fastest_probe({name: probe for name, probe in probes.items() if probe.kind == kind}, samples, buffer)
+            for kind in ("read", "read_modify_write")
+        }
+        | {"buffer_bytes": buffer_bytes},
+        "used": {
+            "warmup_rounds": warmed.rounds,
+            "warmup_s": round(warmed.elapsed_s, 3),
+            "warmup_settled": warmed.settled,
+            "order": samples.order,
+        },
+    }
+
+
+def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
+    """The arm timed twice: the fastest stored one of the warm-up, since all speedups rest on it."""
+    stored = [name for name in names if name.startswith("stored/")]
+    return min(stored or names, key=lambda name: last_ns[name])
+
+
+def _fastest_probe(probes: dict[str, Any], samples: Any, buffer: Any) -> dict[str, Any]:
+    """Bandwidth of each kernel in each round, and the one of highest median."""
+    moved = {name: probe.bytes_per_element * buffer.numel() for name, probe in probes.items()}
+    rates = {name: [moved[name] / ns * 1e9 for ns in samples.elapsed_ns[f"probe {name}"]] for name in probes}
+    best = max(rates, key=lambda name: median(rates[name]))
+    rounded = {name: [round(rate) for rate in values] for name, values in rates.items()}
+    return {"kernel": best, "bytes_per_s": median(rates[best]), "candidates": rounded}
+
+
+def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any]) -> Record:
+    """The arm's record; one that failed keeps what was found about its correctness, and no samples."""
+    checks = {"correctness": tuple(arm.correctness)}
+    if arm.module is not None:
+        checks["arm_config"] = arm.module.describe(group.case)
+    if arm.status != "ok":
+        return group.record(arm.name, arm.status, arm.message, **checks)
+    case, bandwidth = group.case, timed["bandwidth"]
+    step = arm.module.traffic(case)
+    return group.record(
+        arm.name,
+        "ok",
+        **checks,
+        timing_used=used | timed["used"],
+        samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
+        again_samples_ns=tuple((ns,) for ns in timed["again"].get(arm.name, ())),
+        layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
+        traffic=step.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
+        bandwidth=bandwidth,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+    )
+
+
+def _median_step_ns(record: Record) -> float | None:
+    samples = [ns for of_round in record.samples_ns for ns in of_round]
+    return median(samples) / record.layer_steps_per_sample if samples else None
+
+
+def _peak_memory_bytes() -> int:
+    """Of this process since it started; macOS counts in bytes, others in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _end_with_parent(stdin: TextIO) -> None:
+    """End at once when the watching process closes our input, which the system does for it if it is killed."""
+
+    def wait() -> None:
+        stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> None:
+    """Read the job, run its cases, report each."""
+    events, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
+    job = json.loads(sys.stdin.readline())
+    _end_with_parent(sys.stdin)
+    parent = os.getppid()
+    cases = [case_from_dict(data) for data in job["cases"]]
+
+    torch.set_grad_enabled(False)
+    journal = Journal(Path(job["folder"]), cases[0].experiment)
+    for number, case in enumerate(cases):
+        print(json.dumps({"event": "start", "case": number}), file=events)
+        torch.set_num_threads(case.threads)
+        numba.set_num_threads(case.threads)
+        records = run_group(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
+        if os.getppid() != parent:
+            return
+        journal.append(records)
+        outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
+        print(json.dumps({"event": "done", "case": number, "outcome": outcome}), file=events)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The main job on the embedded default, on any machine: run the cases below, then tables, figures, claims and report.
+
+    make reproduce          (or: python -m experiments.reproduce)
+
+Every replicate is a fresh process that runs all pending cases; cases recorded before are skipped, so the job can be
+stopped and started again. Records go to results/local/records, everything made from them to results/local; neither is
+tracked by git. Evidence that is committed comes from the same cases with ``--records results/records``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments.app import CONFIGS, VERSION_BASE, to_plain
+from experiments.case import Case, arms_from_config, case_from_config
+from experiments.kernel import label
+from experiments.measure import runner
+from experiments.measure.sources import ROOT
+
+MODELS = ("nemotron_3_nano_4b", "qwen3_5_4b", "kimi_linear_48b")
+SWEEP = (
+    # One case a family with all arms, plain torch among them; then batch and interval length with the compiled arms.
+    *((f"model={model}", "batch_size=8", "arms=[stored/torch,stored/cpu,replay/torch,replay/cpu]") for model in MODELS),
+    *((f"model={model}", f"batch_size={batch}") for model in MODELS for batch in (1, 64)),
+    *((f"model={MODELS[0]}", "batch_size=64", f"interval_length={length}") for length in (4, 8, 32)),
+    (f"model={MODELS[0]}", "batch_size=64", "phase=staggered"),
+)
+DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
+
+
+def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """The cases of the default, each with its arms."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base=VERSION_BASE, job_name="reproduce"):
+        for overrides in SWEEP:
+            config = to_plain(hydra.compose("kernel", [*DEFAULTS, *overrides]))
+            yield case_from_config(config), arms_from_config(config)
+
+
+def main() -> int:
+    """Run what is pending, then rebuild the results. Returns 1 if an arm was wrong, failed or ran out of time."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=Path, default=ROOT / "results/local/records", help="folder of the records")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/local", help="where tables, figures, report go")
+    arguments = parser.parse_args()
+    console = Console()
+    failures = measure(arguments.records, console)
+    from analysis.__main__ import main as rebuild
+
+    code = rebuild(["--records", str(arguments.records), "--out", str(arguments.out)])
+    return code or int(failures > 0)
+
+
+def measure(folder: Path, console: Console) -> int:
+    """Run the pending cases with a progress bar; returns how many arms failed."""
+    by_arms: dict[tuple[str, ...], list[Case]] = {}
+    for case, arms in jobs():
+        by_arms.setdefault(arms, []).append(case)
+    total = sum(case.timing.replicates for cases in by_arms.values() for case in cases)
+    waiting = [(arms, *left) for arms, cases in by_arms.items() for left in runner.pending(cases, arms, folder)]
+    pending = sum(len(cases) for _, _, cases in waiting)
+    console.print(f"kernel experiment: {total} runs, {total - pending} recorded already in {folder}")
+    failures = 0
+    columns = (
+        TextColumn("{task.description}", table_column=None),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("starting", total=pending)
+
+        def started(case: Case, replicate: int) -> None:
+            progress.update(bar, description=f"{label(case)}, replicate {replicate}")
+
+        def done(case: Case, replicate: int, outcome: runner.Outcome) -> None:
+            nonlocal failures
+            progress.advance(bar)
+            for arm, (status, message, _) in outcome.items():
+                if status != "ok":
+                    failures += status not in ("unsupported", "oom")
+                    progress.print(f"{label(case)}, {arm}: {status}: {message}")
+            if not console.is_terminal:
+                progress.print(f"done: {label(case)}, replicate {replicate}")
+
+        for arms, replicate, cases in waiting:
+            runner.run(replicate, cases, arms, folder, tuple(sys.argv), runner.Watcher(started, done))
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
