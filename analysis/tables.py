@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 from experiments.measure.record import Record
 
+WHOLE = ("batch_size", "interval_length", "threads", "arms", "processes", "rounds", "replicate", "bytes", "cores")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -46,7 +46,7 @@ def write(tables: dict[str, pd.DataFrame], folder: Path) -> None:
 
 def markdown(title: str, frame: pd.DataFrame) -> str:
     """A Markdown table under a heading; columns that are empty in every row are left out."""
-    shown = [c for c in frame.columns if frame[c].map(text).str.len().sum()]
+    shown = shown_columns(frame)
     lines = [f"# {title.replace('_', ' ')}", ""]
     if not shown:
         return "\n".join([*lines, "No rows.", ""])
@@ -56,9 +56,14 @@ def markdown(title: str, frame: pd.DataFrame) -> str:
     return "\n".join([*lines, ""])
 
 
+def shown_columns(frame: pd.DataFrame) -> list[str]:
+    """Columns that hold something in some row."""
+    return [c for c in frame.columns if any(text(cell) for cell in frame[c])]
+
+
 def text(cell: Any) -> str:
     """A table cell as text; empty for a missing value."""
-    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+    if pd.isna(cell):
         return ""
     return f"{cell:g}" if isinstance(cell, float) and abs(cell) < 1e6 else str(cell)
 
@@ -90,4 +95,11 @@ def _scaled(mapping: dict[str, Any], name: str, unit: int) -> float | None:
 
 
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
-    return pd.DataFrame([{c: row.get(c) for c in columns} for row in rows], columns=columns)
+    frame = pd.DataFrame([{c: row.get(c) for c in columns} for row in rows], columns=columns)
+    for name in set(WHOLE) & set(columns):  # a missing count must not turn the others into fractions
+        frame[name] = pd.array([v if _is_count(v) else None for v in frame[name].astype(object)], dtype="Int64")
+    return frame
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

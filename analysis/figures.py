@@ -1,0 +1,285 @@
+"""The figures, one function each: speedup by batch size, bandwidth, speedup by interval length.
+
+They draw the rounded values of the tables and nothing else. Every measured point carries its 95 % interval, failed
+cells are crosses at the foot of their panel, and batch size 1 is always on the axis.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import published, style
+from analysis.cells import strongest
+
+PAPER_INTERVAL = 16
+FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
+
+
+def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw every figure for which there is something to show; returns their names in reading order."""
+    speedups, roofs = strongest(tables["kernel_speedups"]), strongest(tables["roofs"])
+    speedups = speedups[(speedups["kind"] != "stored") & speedups["speedup"].notna()]
+    failures = tables["failures"]
+    drawn = []
+    with plt.rc_context(style.RC):
+        style.save(speedup_by_batch(speedups, failures, paper), folder, "speedup_by_batch")
+        drawn.append("speedup_by_batch")
+        if len(roofs):
+            style.save(bandwidth(roofs, failures, paper), folder, "bandwidth")
+            drawn.append("bandwidth")
+        if len(speedups):
+            style.save(speedup_by_interval(speedups, failures, paper), folder, "speedup_by_interval")
+            drawn.append("speedup_by_interval")
+    return drawn
+
+
+def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Speedup over the fastest stored arm by batch size, one panel a model and device, published curves beside it."""
+    length = _common(speedups, "interval_length", PAPER_INTERVAL)
+    ours = speedups[speedups["interval_length"] == length]
+    failed = failures[(failures["interval_length"] == length) & (failures["kind"] != "stored")]
+    facets = _facets(ours, failed) or [("", key) for key in _curve_models(paper)]
+    looks = style.arm_look([*ours["arm"], *failed["arm"]])
+    legend = _legend(ours, looks, published_curves=True, failed=len(failed) > 0)
+    figure, axes = style.panels(len(facets), legend)
+    values: list[float] = []
+    for ax, (device, model) in zip(axes, facets, strict=True):
+        rows, lost = _of(ours, device, model), _of(failed, device, model)
+        batches = {1, 256, *(int(b) for b in rows["batch_size"]), *(int(b) for b in lost["batch_size"].dropna())}
+        values += _draw_published(ax, paper, model, batches)
+        values += _draw_measured(ax, rows, lost, "batch_size", looks)
+        if device and 1 not in {*rows["batch_size"], *lost["batch_size"]}:
+            ax.annotate("batch 1\nnot run", (0, 0.03), xycoords=ax.get_xaxis_transform(), **style.SMALL)
+        style.doubling_axis(ax, sorted(batches), "batch size")
+        style.heading(ax, _title(model, paper), _subtitle(rows, device, f"L = {length}") or "published only")
+    _finish_speedups(axes, values)
+    return figure
+
+
+def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Achieved bandwidth of each arm beside what the roof allows it, one panel a model and device."""
+    length = _common(roofs, "interval_length", PAPER_INTERVAL)
+    lost = failures[failures["interval_length"] == length].drop_duplicates(["device", "model", "batch_size", "arm"])
+    rows = pd.concat([roofs[roofs["interval_length"] == length], lost]).dropna(subset=["batch_size"])
+    facets, looks = _facets(rows[rows["share"].notna()]), style.arm_look(list(rows["arm"]))
+    longest = max(len(_of(rows, *f)) + _of(rows, *f)["batch_size"].nunique() for f in facets)
+    arms = sorted(looks, key=lambda a: (a.split("/")[0], a))
+    legend = [Line2D([], [], ls="", label=arm, **looks[arm]) for arm in arms]
+    legend.append(Line2D([], [], ls="", marker="|", ms=10, mew=2, color=style.INK, label="roof of the arm"))
+    legend.append(Line2D([], [], ls="--", lw=1, color=style.MUTED, label="measured bandwidth"))
+    if rows["share"].isna().any():
+        legend.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
+    figure, axes = style.panels(len(facets), legend, height=max(2.0, 0.19 * longest + 1.3))
+    for ax, (device, model) in zip(axes, facets, strict=True):
+        part = _of(rows, device, model)
+        _draw_bandwidths(ax, part, looks)
+        style.heading(ax, _title(model, paper), _subtitle(part, device, f"L = {length}"))
+    axes[0].set_ylabel("batch size")
+    return figure
+
+
+def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Speedup by interval length at the batch size with most lengths, with the curve that bytes alone would give."""
+    facets, looks = _facets(speedups), style.arm_look(list(speedups["arm"]))
+    failed = failures[failures["arm"].isin(list(looks))]
+    legend = _legend(speedups, looks, published_curves=False, failed=len(failed) > 0)
+    figure, axes = style.panels(len(facets), legend)
+    values: list[float] = []
+    for ax, (device, model) in zip(axes, facets, strict=True):
+        rows, lost = _of(speedups, device, model), _of(failed, device, model)
+        counts = rows.groupby("batch_size")["interval_length"].nunique()
+        batch = max(counts.index, key=lambda b: (counts[b], b))
+        rows, lost = rows[rows["batch_size"] == batch], lost[lost["batch_size"] == batch]
+        lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
+        values += _draw_traffic(ax, rows, max(lengths))
+        values += _draw_measured(ax, rows, lost, "interval_length", looks)
+        style.doubling_axis(ax, sorted(lengths), "interval length L")
+        style.heading(ax, _title(model, paper), _subtitle(rows, device, f"batch {batch}"))
+    _finish_speedups(axes, values)
+    return figure
+
+
+def traffic_curve(rows: pd.DataFrame, lengths: np.ndarray) -> np.ndarray | None:
+    """Ideal speedup from bytes, ``2 S / (S (1 + 1/L) + r (L - 1) (1/2 + 1/L))``, at any interval length.
+
+    State bytes S and ring bytes a token r are those of the records: their ratio is solved from the ideal speedup of the
+    row with the longest interval. None when no row has an interval longer than 1.
+    """
+    known = rows[rows["ideal_bytes"].notna() & (rows["interval_length"] > 1)]
+    if known.empty:
+        return None
+    row = known.sort_values(["interval_length", "ideal_bytes"]).iloc[-1]
+    length = float(row["interval_length"])
+    ring = (2 / row["ideal_bytes"] - 1 - 1 / length) / ((length - 1) * (1 / 2 + 1 / length))
+    return 2 / (1 + 1 / lengths + ring * (lengths - 1) * (1 / 2 + 1 / lengths))
+
+
+def _draw_measured(
+    ax: Axes, rows: pd.DataFrame, lost: pd.DataFrame, x: str, looks: dict[str, dict[str, str]]
+) -> list[float]:
+    """Our points with their intervals, broken at failed cells, the allowed speedup and the crosses; returns values."""
+    for arm, _, line, part in style.series(rows) if len(rows) else []:
+        gaps = set(lost.loc[lost["arm"] == arm, x].dropna()) - set(part[x])
+        gap_rows = pd.DataFrame({x: sorted(gaps), "speedup": math.nan, "low": math.nan, "high": math.nan})
+        part = (pd.concat([part[[x, "speedup", "low", "high"]], gap_rows]) if gaps else part).sort_values(x)
+        where = [math.log2(v) for v in part[x]]
+        bars = [part["speedup"] - part["low"], part["high"] - part["speedup"]]
+        ax.errorbar(where, part["speedup"], yerr=bars, ls=line, capsize=3, elinewidth=1.3, zorder=4, **looks[arm])
+    allowed = rows.dropna(subset=["ideal_roof"]).groupby(x)["ideal_roof"].max()
+    look = {"ls": ":", "lw": 1.3, "marker": "_", "ms": 9, "color": style.INK}
+    ax.plot([math.log2(v) for v in allowed.index], allowed, zorder=3, **look)
+    _draw_failures(ax, lost, x, looks)
+    return [*rows["low"], *rows["high"], *allowed]
+
+
+def _draw_published(ax: Axes, paper: pd.DataFrame, model: str, batches: set[int]) -> list[float]:
+    """Published curves and range in grey with open markers; returns their values, adds their batch sizes."""
+    batch, low, high = published.kernel_range(paper)
+    x = math.log2(batch)
+    ax.plot([x, x], [low, high], color=style.MUTED, lw=5, alpha=0.35, solid_capstyle="butt", zorder=1)
+    values = [low, high]
+    for card, part in published.kernel_curves(paper, model).items():
+        batches |= {int(b) for b in part["batch_size"]}
+        where = [math.log2(b) for b in part["batch_size"]]
+        ax.plot(where, part["value"], ls="--", lw=1.2, marker="D", mfc="white", color=style.MUTED, zorder=2)
+        second = min(1, len(where) - 1)  # where the curve is steep, so that a label to its right is free
+        spot = (where[second], float(part["value"].iloc[second]))
+        place = {"textcoords": "offset points", "va": "top"} | style.SMALL | {"ha": "left"}
+        ax.annotate(f"published, {card}", spot, (6, -4), **place)
+        values += list(part["value"])
+    return values
+
+
+def _draw_traffic(ax: Axes, rows: pd.DataFrame, longest: int) -> list[float]:
+    """The traffic model's curve, and the records' own ideals on it; returns its values."""
+    exponents = np.arange(0, 8 * math.ceil(math.log2(longest)) + 1) / 8
+    curve = traffic_curve(rows, 2.0**exponents)
+    if curve is None:
+        return []
+    ax.plot(exponents, curve, ls="--", lw=1.2, color=style.MUTED, zorder=2)
+    known = rows.dropna(subset=["ideal_bytes"]).drop_duplicates(["interval_length", "ideal_bytes"])
+    where = [math.log2(v) for v in known["interval_length"]]
+    ax.plot(where, known["ideal_bytes"], ls="", marker="D", ms=4, mfc="white", color=style.MUTED, zorder=2)
+    return list(curve)
+
+
+def _draw_failures(ax: Axes, lost: pd.DataFrame, x: str, looks: dict[str, dict[str, str]]) -> None:
+    """A cross at the foot of the panel for each failed cell, with its status."""
+    seen: dict[float, int] = {}
+    for row in lost.drop_duplicates([x, "arm", "status"]).dropna(subset=[x]).itertuples():
+        where = math.log2(getattr(row, x))
+        level = seen[where] = seen.get(where, -1) + 1
+        spot = (where, 0.05 + 0.075 * level)
+        mark = {"marker": "X", "ms": 7, "mec": "white", "mew": 0.6, "color": looks[row.arm]["color"]}
+        ax.plot(*spot, transform=ax.get_xaxis_transform(), ls="", clip_on=False, zorder=5, **mark)
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "center", "fontsize": 6.5}
+        ax.annotate(row.status, spot, (6, 0), color=style.FAILED, **place)
+
+
+def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, str]]) -> None:
+    y, ticks, right = 0.0, [], float(max(part["roof_gb_per_s"].max(), part["read_gb_per_s"].max()))
+    for batch in sorted(part["batch_size"].unique()):
+        rows = part[part["batch_size"] == batch].sort_values(["kind", "arm", "phase"])
+        ticks.append((y - (len(rows) - 1) / 2, f"{batch}"))
+        for row in rows.itertuples():
+            if pd.isna(row.share):
+                ax.plot(0, y, ls="", marker="X", ms=7, color=looks[row.arm]["color"], clip_on=False, zorder=5)
+                ax.text(0.02 * right, y, row.status, va="center", fontsize=7, color=style.FAILED)
+                y -= 1
+                continue
+            low, high = (row.gb_per_s * bound / row.share for bound in (row.low, row.high))
+            ax.plot([row.gb_per_s, row.roof_gb_per_s], [y, y], color=looks[row.arm]["color"], lw=1.2, alpha=0.45)
+            ax.plot(row.roof_gb_per_s, y, ls="", marker="|", ms=9, mew=2, color=style.INK, zorder=3)
+            bars = [[row.gb_per_s - low], [high - row.gb_per_s]]
+            ax.errorbar(row.gb_per_s, y, xerr=bars, ls="", capsize=2.5, elinewidth=1.3, zorder=4, **looks[row.arm])
+            phase = " staggered" if row.phase == "staggered" else ""
+            ax.text(1.04 * right, y, f"{100 * row.share:.0f} %{phase}", va="center", fontsize=7, color=style.INK)
+            y -= 1
+        y -= 0.8
+    rates = {label: part[f"{name}_gb_per_s"].mean() for name, label in (("read", "read"), ("rmw", "update"))}
+    for label, rate in rates.items():
+        if not pd.isna(rate):
+            ax.axvline(rate, ls="--", lw=1, color=style.MUTED, zorder=1)
+            side = "left" if rate == max(rates.values()) else "right"
+            ax.text(rate, y + 0.75, f" {label} ", va="bottom", **style.SMALL | {"ha": side})
+    ax.text(1.04 * right, 0.75, "of roof", va="bottom", **style.SMALL | {"ha": "left"})
+    ax.set_yticks([t for t, _ in ticks], [label for _, label in ticks])
+    ax.set_ylim(y + 0.6, 0.8)
+    ax.set_xlim(0, 1.28 * right)
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", visible=True)
+    ax.set_xlabel("bytes moved over time, GB/s")
+
+
+def _finish_speedups(axes: list[Axes], values: list[float]) -> None:
+    """One scale for all panels, so that they can be compared; the foot is left to the crosses of failed cells."""
+    known = [1.0, *(v for v in values if math.isfinite(v))]
+    bottom, top = max(0.0, math.floor(min(known) * 5 - 1) / 5), math.ceil(max(known) * 5 + 0.5) / 5
+    for ax in axes:
+        ax.axhline(1, color=style.INK, lw=0.9, zorder=2)
+        ax.set_ylim(bottom, top)
+    axes[0].set_ylabel("speedup over the fastest stored arm")
+
+
+def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curves: bool, failed: bool) -> list[Line2D]:
+    handles = []
+    for arm, rest, line, _ in style.series(ours) if len(ours) else []:
+        handles.append(Line2D([], [], ls=line, label=f"{arm} {rest}".strip(), **looks[arm]))
+    if len(ours):
+        handles.append(
+            Line2D([], [], ls=":", marker="_", ms=9, color=style.INK, label="allowed by measured bandwidths")
+        )
+    grey = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
+    if published_curves:
+        handles.append(Line2D([], [], label="published, tuned vLLM baseline", **grey))
+        wide = {"color": style.MUTED, "lw": 5, "alpha": 0.35}
+        handles.append(Line2D([], [], label="paper, range over its four models", **wide))
+    else:
+        handles.append(Line2D([], [], label="traffic model (bytes alone)", **grey))
+    if failed:
+        handles.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
+    return handles
+
+
+def _common(frame: pd.DataFrame, field: str, preferred: int) -> int:
+    """The preferred value if some row has it, else the most frequent one."""
+    values = frame[field].dropna()
+    if values.empty or (values == preferred).any():
+        return preferred
+    return int(values.mode().min())
+
+
+def _facets(*frames: pd.DataFrame) -> list[tuple[str, str]]:
+    pairs = pd.concat([f[["device", "model", "family"]] for f in frames]).dropna(subset=["device", "model"])
+    order = {name: i for i, name in enumerate(FAMILIES)}
+    pairs = pairs.drop_duplicates(["device", "model"])
+    rows = sorted(pairs.itertuples(index=False), key=lambda r: (r.device, order.get(r.family, len(order)), r.model))
+    return [(r.device, r.model) for r in rows]
+
+
+def _of(frame: pd.DataFrame, device: str, model: str) -> pd.DataFrame:
+    return frame[(frame["device"] == device) & (frame["model"] == model)]
+
+
+def _curve_models(paper: pd.DataFrame) -> list[str]:
+    return [key for key in published.display_names(paper) if published.kernel_curves(paper, key)]
+
+
+def _title(model: str, paper: pd.DataFrame) -> str:
+    return published.display_names(paper).get(model, model.replace("_", "-").title())
+
+
+def _subtitle(rows: pd.DataFrame, device: str, last: str) -> str:
+    if rows.empty:
+        return f"{device}, {last}" if device else ""
+    family = FAMILIES.get(rows["family"].iloc[0], rows["family"].iloc[0])
+    state = "/".join(sorted(rows["state"].astype(str).unique()))
+    return f"{family}, {state} state, {last}, {device}"

@@ -1,0 +1,55 @@
+"""The published numbers (``results/paper/published.csv``) that figures draw beside ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+TUNED = "tuned vLLM native"
+
+
+def read(path: Path) -> pd.DataFrame:
+    """All published rows with a ``key``, the model's name in ``configs/model``; ``value`` becomes a number or NaN."""
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    frame["key"] = frame["model"].map(model_key)
+    for name in ("value", "batch_size", "interval_length"):
+        frame[name] = pd.to_numeric(frame[name], errors="coerce")
+    return frame
+
+
+def model_key(name: str) -> str:
+    """``NVIDIA-Nemotron-3-Super-120B-A12B`` -> ``nemotron_3_super_120b``."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower().removeprefix("nvidia-"))
+    return re.sub(r"_a\d+b(_nvfp4)?$", "", plain)
+
+
+def display_names(published: pd.DataFrame) -> dict[str, str]:
+    """Name in ``configs/model`` -> the name that the model is published under, without vendor and active size."""
+    return {key: re.sub(r"-A\d+B.*$", "", name.removeprefix("NVIDIA-")) for key, name in _names(published)}
+
+
+def kernel_curves(published: pd.DataFrame, model: str) -> dict[str, pd.DataFrame]:
+    """Kernel speedups over tuned baselines, fp32 state, interval length 16: card -> rows by batch size."""
+    rows = _kernel_rows(published)
+    rows = rows[(rows["key"] == model) & (rows["baseline"] == TUNED)]
+    return {str(card): part.sort_values("batch_size") for card, part in rows.groupby("hardware")}
+
+
+def kernel_range(published: pd.DataFrame) -> tuple[int, float, float]:
+    """Batch size, lowest and highest kernel speedup that the paper gives for its four models together."""
+    rows = _kernel_rows(published)
+    rows = rows[rows["model"].str.startswith("range over 4")].dropna(subset=["value"])
+    return int(rows["batch_size"].iloc[0]), float(rows["value"].min()), float(rows["value"].max())
+
+
+def _kernel_rows(published: pd.DataFrame) -> pd.DataFrame:
+    kernel = (published["experiment"] == "kernel_standard") & (published["metric"] == "speedup")
+    setting = (published["state_dtype"] == "float32") & (published["interval_length"] == 16)
+    return published[kernel & setting & published["batch_size"].notna()]
+
+
+def _names(published: pd.DataFrame) -> list[tuple[str, str]]:
+    pairs = published[["key", "model"]].drop_duplicates()
+    return [(k, m) for k, m in pairs.itertuples(index=False) if m and " " not in m]

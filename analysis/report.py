@@ -1,0 +1,56 @@
+"""One static HTML page, without scripts or links to other hosts: claims, figures, tables, exclusions, devices."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from analysis.rules import VERDICTS
+from analysis.tables import shown_columns, text
+
+CAPTIONS = {
+    "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
+    "intervals. Grey, open: published, on another card. Dotted: what this machine's bandwidths allow.",
+    "bandwidth": "Bytes moved over time beside the roof of each arm: reads at the measured read bandwidth, flushes and "
+    "stored updates at that of an in-place update. 95 % intervals.",
+    "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "
+    "bytes alone. Dotted: what this machine's bandwidths allow.",
+}
+
+
+def render(tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[str], folder: Path) -> str:
+    """The page; ``folder`` holds the figures' SVG files."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    block = environment.get_template("table.html.j2")
+    devices = tables["devices"]
+    return environment.get_template("report.html.j2").render(
+        records=int(devices["records"].sum()),
+        failures=int(devices["failures"].sum()),
+        excluded=int((tables["exclusions"]["gate"] != "status").sum()),
+        devices=sorted(set(devices["device"])),
+        tally=[(v, n) for v in VERDICTS if (n := int((claims["verdict"] == v).sum()))],
+        claims=[(g, rows.to_dict("records")) for g, rows in claims.groupby("group", sort=False)],
+        figures=[_figure(name, folder) for name in figures],
+        tables=[_table("Speedups of kernels", tables["kernel_speedups"]), _table("Roofs", tables["roofs"])],
+        left_out=[_table("Failures", tables["failures"]), _table("Exclusions", tables["exclusions"])],
+        device_table=_table("Devices and versions", devices),
+        table_block=lambda table: Markup(block.render(table=table)),
+    )
+
+
+def _figure(name: str, folder: Path) -> dict[str, str]:
+    data = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode("ascii")
+    return {"caption": CAPTIONS[name], "data": data}
+
+
+def _table(title: str, frame: pd.DataFrame) -> dict[str, Any]:
+    columns = shown_columns(frame)
+    rows = [[text(cell) for cell in row] for row in frame[columns].itertuples(index=False)]
+    return {"title": title, "columns": [c.replace("_", " ") for c in columns], "rows": rows}
