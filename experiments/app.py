@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,25 +107,26 @@ def to_plain(cfg: DictConfig) -> Config:
     A model whose geometry was overridden is renamed after what was changed, ``nemotron_3_nano_4b+heads=104``, so that
     no record carries the name of a model that it is not.
     """
-    own = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     config: Config = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     model = config.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("ssm"), dict):
-        return config
-    name = model.get("name")
-    if name not in (file.stem for file in (CONFIGS / "model").glob("*.yaml")):
-        return config
-    published = _model_file(name)
-    now = {"family": model.get("family"), **model["ssm"]}
-    then = {"family": published["family"], **published.get("ssm", {})}
-    changed = [f"{key}={shown(now.get(key))}" for key in dict(then, **now) if now.get(key) != then.get(key)]
-    model["name"] = "+".join([name, *changed])
+    if isinstance(model, dict) and isinstance(model.get("ssm"), dict):
+        published = _published(str(model.get("name")))
+        if published is not None:
+            now = {"family": model.get("family"), **model["ssm"]}
+            changed = [f"{k}={shown(now.get(k))}" for k in {**published, **now} if now.get(k) != published.get(k)]
+            model["name"] = "+".join([model["name"], *changed])
     return config
 
 
 @functools.cache
-def _model_file(name: str) -> Mapping[str, Any]:
-    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{name}.yaml"))  # type: ignore[return-value]
+def _published(model: str) -> Mapping[str, Any] | None:
+    """Family and layer geometry that the file of that model holds; None for a name that has no file."""
+    file = CONFIGS / "model" / f"{model}.yaml"
+    if not re.fullmatch(r"\w+", model) or not file.exists():
+        return None
+    data: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return {"family": data["family"], **data.get("ssm", {})}
 
 
 def _arguments() -> Any:
@@ -135,14 +137,10 @@ def _arguments() -> Any:
 
     parser.error = error  # type: ignore[method-assign]
     args = parser.parse_args()
-    for name, accepted in (
-        ("config_path", "--config-dir=FOLDER, which adds to configs/"),
-        ("experimental_rerun", "-m"),
-    ):
-        if getattr(args, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')}={getattr(args, name)} is not supported; accepted: {accepted}"
-            )
+    if args.config_path:
+        raise ConfigError(f"--config-path={args.config_path} is not supported; accepted: --config-dir=FOLDER")
+    if args.experimental_rerun:
+        raise ConfigError("--experimental-rerun is not supported; accepted: the options of the run, again")
     if args.config_dir and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir={args.config_dir} is not a folder; accepted: a folder laid out like configs/")
     commands = {"--run": args.run, "--cfg": args.cfg, "--multirun": args.multirun, "--info": args.info}
@@ -155,7 +153,7 @@ def _arguments() -> Any:
 
 
 def _jobs(args: Any, config_name: str) -> Iterator[Config]:
-    """The plain config of every job, a sweep's in its order; refuses what cannot be composed."""
+    """The plain config of every job, in some order; refuses what cannot be composed."""
     searched = [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
     overrides: list[Override] = []
     try:
@@ -219,8 +217,11 @@ def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser) -> N
 def _product(
     config_name: str, searched: list[str], overrides: Sequence[Override], parser: OverridesParser
 ) -> Iterator[Config]:
-    """Every combination. Composing takes 50 ms, so only choices of groups are composed anew; a plain value is put into
-    a copy of the composed config, which is what Hydra does with it."""
+    """Every combination of a sweep.
+
+    Composing takes 50 ms, so only choices of groups are composed anew; a plain value is put into a copy of the
+    composed config, which is what Hydra does with it.
+    """
     last = {o.get_key_element(): o for o in overrides}  # as in Hydra's sweeper, the last of equal keys counts
     sweeps = [o for o in last.values() if o.is_sweep_override()]
     groups = [o for o in sweeps if _composes(o)]

@@ -174,19 +174,26 @@ def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(arms)
 
 
-@functools.cache
 def known_arms() -> tuple[str, ...]:
     """Every arm that has a file, as ``stored/torch``."""
-    stems = sorted(f.stem.partition("_") for f in ARMS.glob("*.py") if not f.stem.startswith("_"))
+    return _arms_in(ARMS)
+
+
+def state_formats(arm: str) -> tuple[str, ...]:
+    """The state formats that an arm's file declares in ``STATE_FORMATS``, read without importing it."""
+    kind, _, backend = arm.partition("/")
+    return _state_formats_in(ARMS / f"{kind}_{backend.replace('-', '_')}.py")
+
+
+@functools.cache  # a sweep asks once a case
+def _arms_in(folder: Path) -> tuple[str, ...]:
+    stems = sorted(f.stem.partition("_") for f in folder.glob("*.py") if not f.stem.startswith("_"))
     return tuple(f"{kind}/{backend.replace('_', '-')}" for kind, _, backend in stems if backend)
 
 
 @functools.cache
-def state_formats(arm: str) -> tuple[str, ...]:
-    """The state formats that an arm's file declares in ``STATE_FORMATS``, read without importing it."""
-    kind, _, backend = arm.partition("/")
-    source = (ARMS / f"{kind}_{backend.replace('-', '_')}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+def _state_formats_in(file: Path) -> tuple[str, ...]:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(t, ast.Name) and t.id == "STATE_FORMATS" for t in targets):
             return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]

@@ -28,13 +28,13 @@ def shown(value: object) -> str:
 
 def refuse(option: str, value: object, accepted: str, why: str = "is impossible") -> ConfigError:
     """The error to raise for ``option``; ``why`` completes the sentence ``option=value ...``."""
-    return ConfigError(f"{option}={shown(value)} {why}; accepted: {accepted}")
+    return ConfigError(f"{shown(option)}={shown(value)} {why}; accepted: {accepted}")
 
 
 def get(config: Mapping[str, Any], option: str, accepted: str) -> Any:
     """The value at a dotted name; refuses an absent one."""
     node: Any = config
-    walked = []
+    walked: list[str] = []
     for part in option.split("."):
         if not isinstance(node, Mapping):
             raise refuse(".".join(walked), node, "a group of options, see --help")

@@ -1,0 +1,296 @@
+"""The command line as a person meets it: real processes, what they print, how they exit, what they import and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import experiments.case
+from experiments.app import run
+from experiments.case import case_from_config
+from experiments.traffic import question_from_config
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "numba", "numpy", "pandas", "rich", "matplotlib", "transformers")
+PROBE = f'''"""Shows what the wrapper does.
+
+    example of use
+"""
+import atexit, json, sys
+from pathlib import Path
+
+import experiments.case
+
+HERE = Path(__file__).parent
+experiments.case.ARMS = HERE / "arms"
+from experiments.app import run
+from experiments.case import case_from_config
+from experiments.options import ConfigError
+
+seen = {{"checked": [], "run": []}}
+
+
+def leave():
+    seen["heavy"] = sorted(set({HEAVY!r}) & set(sys.modules))
+    (HERE / "seen.json").write_text(json.dumps(seen))
+
+
+def check(config):
+    seen["checked"].append(config)
+    case_from_config(config)
+
+
+def main(config):
+    seen["run"].append(config)
+    if config["seed"] == 1:
+        import numpy
+    if config["seed"] == 3:
+        return 3
+    if config["seed"] == 4:
+        raise KeyError("a bug")
+    if config["seed"] == 5:
+        raise ConfigError("seed=5 is impossible; accepted: another")
+
+
+if __name__ == "__main__":
+    atexit.register(leave)
+    run("kernel", main, check)
+'''
+
+
+class Done:
+    """A finished process of the probe: exit code, streams, what it saw, and the files in its folder."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(folder.parent / "probe.py"), *arguments]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+        seen = json.loads((folder.parent / "seen.json").read_text())
+        self.checked, self.run, self.heavy = seen["checked"], seen["run"], seen["heavy"]
+        self.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "arms").mkdir()
+    for arm in ("stored_torch", "stored_cpu", "replay_torch", "replay_cpu"):
+        (tmp_path / "arms" / f"{arm}.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "cwd").mkdir()
+    return tmp_path / "cwd"
+
+
+MODELS = "kimi_k3, kimi_linear_48b"
+BAD = {
+    "batch_size=0": ["batch_size=0", "an integer of at least 1"],
+    "interval_length=0": ["interval_length=0", "from 1 to 64"],
+    "model=unheard_of": ["model=unheard_of", MODELS],
+    "model=glm_5_3_flash": ["model=glm_5_3_flash has no published layer geometry", "kimi_k3"],
+    "model.ssm.heads=95": ["model.ssm.heads=95", "model.ssm.groups=8", "a multiple"],
+    "precision.state=fp16": ["precision.state=fp16", "stored/torch", "fp32"],
+    "arms=[stored/gpu]": ["arms=stored/gpu", "replay/cpu, replay/torch, stored/cpu, stored/torch"],
+    "batch_sise=1": ["batch_sise=1", "batch_size"],
+    "records=???": ["records is missing", "records=VALUE"],
+    "batch_size==1": ["batch_size==1", "option=value"],
+    "--nope": ["--nope", "--help"],
+    "-m batch_size=1,8,0": ["batch_size=0", "an integer of at least 1"],
+    "-m batch_size=1 model=qwen3_5_4b,nope": ["model=nope", MODELS],
+    "--cfg job model=nope": ["model=nope", MODELS],
+}
+BAD_TOO = {
+    "batch_size=abc": ["batch_size=abc", "an integer of at least 1"],
+    "batch_size=": ['batch_size=""', "an integer of at least 1"],
+    "model=null": ["model=null", MODELS],
+    "model=[kimi_k3,nope]": ["model=[kimi_k3,nope]", MODELS],
+    "model@other=kimi_k3": ["model@other=kimi_k3", "--help"],
+    "model.ssm.hedas=3": ["model.ssm.hedas=3", "head_dim"],
+    "model.ssm=3": ["model.ssm=3", "group of options"],
+    "timing.rounds.x=3": ["timing.rounds.x=3", "--help"],
+    "precision=fp64": ["precision=fp64", "fp32_bf16, fp32_fp32"],
+    "timing=nope": ["timing=nope", "smoke"],
+    "timing=3": ["timing=3", "smoke"],
+    "hydra/launcher=nope": ["hydra/launcher=nope", "basic"],
+    "+extra=1": ["extra=1", "batch_size"],
+    "+batch_size=1": ["+batch_size=1", "--help"],
+    "~seed": ["seed is missing", "from 0"],
+    "batch_size": ["batch_size cannot be parsed", "option=value"],
+    "batch_size=1,8": ["batch_size=1,8", "-m to sweep"],
+    "batch_size=${nope}": ["batch_size=${nope}", "nope", "a value"],
+    "hydra.mode=nope": ["hydra.mode=nope", "RUN, MULTIRUN"],
+    "hydra.mode=MULTIRUN batch_size=1,0": ["batch_size=0", "an integer of at least 1"],
+    "hydra.nope=1": ["hydra.nope=1", "sweeper"],
+    "--config-name=nope": ["--config-name=nope", "traffic"],
+    "--config-name=nope --help": ["--config-name=nope", "traffic"],
+    "--config-path=nope": ["--config-path=nope", "--config-dir"],
+    "--config-dir=/nope": ["--config-dir=/nope", "a folder"],
+    "--resolve": ["--resolve", "--cfg job"],
+    "-m arms=[stored/cpu],[replay/cpu]": ["arms=[stored/cpu],[replay/cpu]", "one list"],
+    "-m model=kimi_k3,3": ["model=3", MODELS],
+    "-m model=glob(nope*)": ["model=glob(nope*)", "at least one"],
+    "-m model=glob(*)": ["model=glm_5_3_flash has no published layer geometry", "kimi_k3"],
+    "-m seed=interval(0,1)": ["seed=interval(0,1)", "a,b"],
+    "-m hydra.job.name=a,b": ["hydra.job.name=a,b", "one value"],
+    "-m batch_size=${nope},1": ["batch_size=${nope},1", "a value"],
+    "-m --cfg job": ["--cfg --multirun", "one of"],
+}
+BAD_TRAFFIC = {
+    "window=4": ["accepted=null", "1 to 4"],
+    "accepted=2": ["accepted=2", "window"],
+    "window=0 accepted=1": ["window=0", "at least 1"],
+    "window=4 accepted=5": ["accepted=5", "at most 4"],
+    "read_copy=fp7": ["read_copy=fp7", "nvfp4"],
+    "bandwidth_gb_s=0": ["bandwidth_gb_s=0", "above 0"],
+    "arms=[stored/cpu]": ["arms=[stored/cpu]", "batch_size"],
+    "ring.d=nvfp4": ["ring.d=nvfp4", "bf16"],
+}
+
+
+def assert_one_line(err: str, said: list[str]) -> None:
+    assert err.endswith("\n")
+    assert len(err.splitlines()) == 1, err
+    assert all(words in err for words in said), err
+    assert "accepted: " in err
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_a_wrong_request_gets_one_line_and_nothing_else(folder: Path, arguments: str) -> None:
+    done = Done(folder, *arguments.split())
+    assert (done.code, done.out) == (2, "")
+    assert_one_line(done.err, BAD[arguments])
+    assert (done.run, done.heavy, done.files) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"), [("kernel", a) for a in BAD_TOO] + [("traffic", a) for a in BAD_TRAFFIC]
+)
+def test_more_wrong_requests(
+    config: str,
+    arguments: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same in this process, which is quicker."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", ["experiment", *arguments.split()])
+    monkeypatch.setattr(experiments.case, "ARMS", folder.parent / "arms")
+    check = case_from_config if config == "kernel" else question_from_config
+    with pytest.raises(SystemExit) as leaving:
+        run(config, pytest.fail, check)
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert_one_line(err, (BAD_TOO | BAD_TRAFFIC)[arguments])
+
+
+def test_the_probe_notices_heavy_imports(folder: Path) -> None:
+    done = Done(folder, "seed=1")
+    assert (done.code, done.heavy) == (0, ["numpy"])
+
+
+def test_a_sweep_is_checked_whole_and_runs_as_it_was_checked(folder: Path) -> None:
+    sweep = [
+        "model=qwen3_5_4b,kimi_k3",
+        "batch_size=1,8",
+        "timing.name='a b',c",
+        "interval_length=16",
+        "arms=[replay/cpu]",
+    ]
+    done = Done(folder, "-m", *sweep)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert len(done.run) == 8
+    assert done.checked == done.run * 2  # all before the first job, then each once more in its job
+    told = [(c["model"]["name"], c["batch_size"], c["timing"]["name"]) for c in done.run]
+    assert told == [(m, b, t) for m in ("qwen3_5_4b", "kimi_k3") for b in (1, 8) for t in ("a b", "c")]
+    assert done.files == ["results/local/hydra/multirun.yaml"]
+
+
+def test_a_single_run_gets_plain_data_and_writes_nothing(folder: Path) -> None:
+    done = Done(folder, "model.ssm.heads=104", "records=elsewhere")
+    assert (done.code, done.out, done.err, done.files) == (0, "", "", [])
+    (config,) = done.run
+    assert config["model"]["name"] == "nemotron_3_nano_4b+heads=104"
+    assert config["records"] == "elsewhere"
+    assert config["arms"] == ["stored/torch", "stored/cpu", "replay/torch", "replay/cpu"]
+
+
+def test_what_the_task_returns_is_the_exit_code(folder: Path) -> None:
+    assert Done(folder, "-m", "seed=0,3,2").code == 3
+
+
+def test_a_bug_keeps_its_traceback(folder: Path) -> None:
+    done = Done(folder, "seed=4")
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert "KeyError: 'a bug'" in done.err
+
+
+def test_a_refusal_out_of_the_task_is_one_line(folder: Path) -> None:
+    done = Done(folder, "seed=5")
+    assert (done.code, done.err) == (2, "seed=5 is impossible; accepted: another\n")
+
+
+def test_a_folder_of_own_models(folder: Path) -> None:
+    own = folder.parent / "own" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("name: mine\nfamily: gdn\nssm: {heads: 4, groups: 2, head_dim: 8, state_dim: 16}\n")
+    done = Done(folder, f"--config-dir={own.parent}", "model=mine")
+    assert (done.code, done.err) == (0, "")
+    assert done.run[0]["model"]["name"] == "mine"
+
+
+def test_help_tells_what_it_does_its_groups_and_its_options(folder: Path) -> None:
+    done = Done(folder, "--help")
+    assert (done.code, done.err, done.run) == (0, "", [])
+    assert done.out.startswith("Shows what the wrapper does.")
+    for words in ("example of use", "qwen3_5_4b", "kimi_k3", "smoke", "batch_size=64", "arms=[", "-m "):
+        assert words in done.out
+
+
+def test_cfg_prints_the_composed_config(folder: Path) -> None:
+    from omegaconf import OmegaConf
+
+    done = Done(folder, "--cfg", "job", "batch_size=7")
+    assert (done.code, done.err, done.run) == (0, "", [])
+    assert OmegaConf.create(done.out).batch_size == 7
+
+
+def traffic(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "experiments.traffic", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_traffic_card(folder: Path) -> None:
+    done = traffic("model=nemotron_3_nano_4b", "batch_size=256", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("nemotron_3_nano_4b", "1,006.633", "1,107.978", "fewest bytes at L = 21", "1.82", "bandwidth_gb_s="):
+        assert words in done.stdout, words
+
+
+def test_traffic_floor_and_speculation(folder: Path) -> None:
+    arguments = ["model=qwen3_5_122b", "batch_size=1", "window=4", "accepted=3"]
+    done = traffic(*arguments, "bandwidth_gb_s=1000", "read_modify_write_gb_s=500", folder=folder)
+    assert done.returncode == 0
+    assert "stored 41.94 us" in done.stdout  # five states of 4 MiB at 500 GB/s
+    assert "1000 GB/s read, 500 GB/s read-modify-write" in done.stdout
+
+
+@pytest.mark.parametrize("experiment", ["kernel", "traffic"])
+def test_the_experiments_themselves_refuse_before_anything_heavy_is_imported(folder: Path, experiment: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", f"experiments.{experiment}", "batch_size=0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    (refusal,) = [line for line in done.stderr.splitlines() if line not in imports]
+    assert (done.returncode, refusal) == (2, "batch_size=0 is impossible; accepted: an integer of at least 1")
+    names = {line.rpartition("|")[2].strip() for line in imports}
+    assert "hydra" in names
+    assert not names & set(HEAVY)

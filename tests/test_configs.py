@@ -1,0 +1,117 @@
+"""Every config file composes; every model gives its geometry, or the line that says it has none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import traffic
+from experiments.app import CONFIGS, to_plain
+from experiments.case import case_from_config, model_from_config, models_with_geometry
+from experiments.options import ConfigError
+from replayssm.geometry import Geometry
+
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+CHOICES = [f.relative_to(CONFIGS).with_suffix("") for f in FILES if f.parent != CONFIGS]
+MODELS = {f.stem: OmegaConf.to_container(OmegaConf.load(f)) for f in sorted((CONFIGS / "model").glob("*.yaml"))}
+
+GEOMETRIES = {
+    "nemotron_3_nano_4b": Geometry("mamba2", 96, 8, 80, 128),
+    "nemotron_3_super_120b": Geometry("mamba2", 128, 8, 64, 128),
+    "nemotron_3_ultra_550b": Geometry("mamba2", 256, 8, 64, 128),
+    "nemotron_3_nano_30b": Geometry("mamba2", 64, 8, 64, 128),
+    "qwen3_5_4b": Geometry("gdn", 32, 16, 128, 128),
+    "qwen3_5_122b": Geometry("gdn", 64, 16, 128, 128),
+    "qwen3_next_80b": Geometry("gdn", 32, 16, 128, 128),
+    "qwen3_5_35b": Geometry("gdn", 32, 16, 128, 128),
+    "qwen3_5_397b": Geometry("gdn", 64, 16, 128, 128),
+    "kimi_linear_48b": Geometry("kda", 32, 32, 128, 128),
+    "kimi_k3": Geometry("kda", 96, 96, 128, 128),
+}
+WITHOUT_GEOMETRY = ["glm_5_3_flash", "nemotron_3_5_lightning_30b"]
+
+
+@pytest.fixture(autouse=True)
+def configs() -> Iterator[None]:
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
+def compose(primary: str, *overrides: str) -> dict[str, Any]:
+    return to_plain(hydra.compose(primary, list(overrides)))
+
+
+def test_every_named_model_has_a_file() -> None:
+    assert sorted(MODELS) == sorted([*GEOMETRIES, *WITHOUT_GEOMETRY])
+    assert models_with_geometry() == sorted(GEOMETRIES)
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_every_model_gives_its_geometry(model: str) -> None:
+    config = compose("kernel", f"model={model}")
+    assert model_from_config(config) == (model, GEOMETRIES[model])
+    assert traffic.question_from_config(compose("traffic", f"model={model}")).geometry == GEOMETRIES[model]
+
+
+@pytest.mark.parametrize("model", WITHOUT_GEOMETRY)
+def test_a_model_without_geometry_says_so(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model={model} has no published layer geometry; accepted: kimi_k3, "):
+        model_from_config(compose("kernel", f"model={model}"))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_every_choice_of_every_group_composes(choice: Path) -> None:
+    config = compose("kernel", f"{choice.parent}={choice.name}")
+    if choice.parent.name in ("precision", "timing") or choice.name in GEOMETRIES:
+        case = case_from_config(config | {"arms": ["stored/cpu"]})
+        assert choice.name in (case.model, case.timing.name, f"{case.precision.state}_{case.precision.inputs}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONFIGS)))
+def test_config_files_are_small_data_that_cite_public_sources(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 40
+    assert "_target_" not in text
+    assert "${" not in text
+    assert text.startswith("#")
+    assert not re.search(r"#\d{6,}", text)  # an id that nobody else can look up
+    if file.parent.name == "model":
+        assert re.search(r"https?://|github\.com/|Published config", text)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_model_files_state_only_what_is_known_and_agree_with_themselves(model: str) -> None:
+    data = MODELS[model]
+    assert data["name"] == model
+    assert "null" not in OmegaConf.to_yaml(OmegaConf.create(data))
+    counts = data.get("counts", {})
+    if "pattern" in data:
+        letters = Counter(data["pattern"])
+        assert len(data["pattern"]) == data["num_blocks"]
+        assert counts == {"ssm": letters["M"], "attention": letters["*"], "mlp": letters["-"], "moe": letters["E"]}
+    if "num_layers" in data:
+        assert counts["ssm"] + counts["attention"] == counts["mlp"] + counts["moe"] == data["num_layers"]
+    if "full_attention_interval" in data:
+        assert counts["attention"] == data["num_layers"] // data["full_attention_interval"]
+    if "num_blocks" in data:
+        assert sum(counts.values()) == data["num_blocks"]
+
+
+def test_an_overridden_geometry_changes_the_name() -> None:
+    config = compose("kernel", "model.ssm.heads=104", "model.ssm.head_dim=64")
+    assert model_from_config(config) == (
+        "nemotron_3_nano_4b+heads=104+head_dim=64",
+        Geometry("mamba2", 104, 8, 64, 128),
+    )
+    assert model_from_config(compose("kernel", "model.ssm.heads=96"))[0] == "nemotron_3_nano_4b"
+    named = compose("kernel", "model=qwen3_5_4b", "model.name=mine", "model.ssm.heads=48")
+    assert model_from_config(named) == ("mine", Geometry("gdn", 48, 16, 128, 128))
+    given = compose("kernel", "model=glm_5_3_flash", "+model.ssm={heads: 4, groups: 4, head_dim: 8, state_dim: 8}")
+    assert model_from_config(given)[0] == "glm_5_3_flash+heads=4+groups=4+head_dim=8+state_dim=8"
