@@ -97,7 +97,10 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
         rows, lost = _of(speedups, device, model), _of(failed, device, model)
         counts = rows.groupby("batch_size")["interval_length"].nunique()
         batch = max(counts.index, key=lambda b: (counts[b], b))
-        rows, lost = rows[rows["batch_size"] == batch], lost[lost["batch_size"] == batch]
+        rows, lost = (
+            rows[rows["batch_size"] == batch],
+            lost[lost["batch_size"] == batch].dropna(subset=["interval_length"]),
+        )
         lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
         values += _draw_traffic(ax, rows, max(lengths))
         values += _draw_measured(ax, rows, lost, "interval_length", looks)

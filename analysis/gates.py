@@ -50,12 +50,17 @@ def number(mapping: Any, name: str) -> float | None:
     return found
 
 
+def is_count(found: Any) -> bool:
+    """Whether a value is an integer of at least 1 that a table can hold."""
+    return isinstance(found, int) and not isinstance(found, bool) and 1 <= found < 2**63
+
+
 def case_faults(record: Record) -> list[Fault]:
     """Fields without which a record cannot be placed in a table."""
     faults = []
     for path in (("batch_size",), ("interval_length",), ("timing", "rounds")):
         found = value(record, *path)
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if not is_count(found):
             faults.append(("case", f"{'.'.join(path)}={found!r} is no integer of at least 1"))
     for path in (("model",), ("phase",), ("geometry", "family"), ("precision", "state"), ("precision", "inputs")):
         if not isinstance(value(record, *path), str):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.gates import case_faults, group_faults, number, record_faults, remarks, timing_faults, value
+from analysis.gates import case_faults, group_faults, is_count, number, record_faults, remarks, timing_faults, value
 from analysis.stats import median_step_ns
 from experiments.measure.record import Record
 
@@ -85,26 +85,28 @@ def load(folders: Sequence[Path]) -> Evidence:
 
 
 def describe(record: Record) -> dict[str, Any]:
-    """What was run, flat; a field that the record lacks is None. ``state`` is the arm's own where it differs."""
-    return {
-        "experiment": record.experiment,
+    """What was run, flat; what is missing, or no text or count, is None. ``state`` is the arm's own if it has one."""
+    texts = {
         "model": value(record, "model"),
         "family": value(record, "geometry", "family"),
-        "batch_size": value(record, "batch_size"),
-        "interval_length": value(record, "interval_length"),
         "phase": value(record, "phase"),
         "state": record.arm_config.get("state_format") or value(record, "precision", "state"),
         "inputs": value(record, "precision", "inputs"),
-        "threads": value(record, "threads"),
         "timing": value(record, "timing", "name"),
-        "arms": len(record.arms),
         "device": record.device.get("name"),
         "device_kind": record.device.get("kind"),
-        "arm": record.arm,
-        "kind": record.arm.split("/")[0],
-        "replicate": record.replicate,
-        "group": record.group,
     }
+    counts = {
+        "batch_size": value(record, "batch_size"),
+        "interval_length": value(record, "interval_length"),
+        "threads": value(record, "threads"),
+    }
+    return (
+        {"experiment": record.experiment, "arm": record.arm, "kind": record.arm.split("/")[0]}
+        | {name: found if isinstance(found, str) else None for name, found in texts.items()}
+        | {name: found if is_count(found) else None for name, found in counts.items()}
+        | {"arms": len(record.arms), "replicate": record.replicate, "group": record.group}
+    )
 
 
 def moved_bytes(record: Record) -> float | None:

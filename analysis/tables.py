@@ -13,7 +13,7 @@ from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 from experiments.measure.record import Record
 
-WHOLE = ("batch_size", "interval_length", "threads", "arms", "processes", "rounds", "replicate", "bytes", "cores")
+WHOLE = ("batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -97,9 +97,5 @@ def _scaled(mapping: dict[str, Any], name: str, unit: int) -> float | None:
 def _frame(rows: list[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
     frame = pd.DataFrame([{c: row.get(c) for c in columns} for row in rows], columns=columns)
     for name in set(WHOLE) & set(columns):  # a missing count must not turn the others into fractions
-        frame[name] = pd.array([v if _is_count(v) else None for v in frame[name].astype(object)], dtype="Int64")
+        frame[name] = pd.array(list(frame[name].astype(object)), dtype="Int64")
     return frame
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -1,0 +1,224 @@
+"""Claims and published numbers: the files are complete, and each rule can say yes, no and unclear."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from records import ARMS, case, check, group, traffic, write
+
+from analysis import claims, published, rules, tables
+from analysis.load import load
+
+ROOT = Path(__file__).resolve().parent.parent
+CLAIMS = ROOT / "results" / "paper" / "claims.toml"
+PAPER = ROOT / "results" / "paper" / "published.csv"
+
+
+def verdicts(folder, *groups, root=ROOT):
+    """Claim id -> row of the claims table."""
+    evidence = load([write(folder, *groups)])
+    table = claims.evaluate(claims.read(CLAIMS), tables.build(evidence), evidence, root)
+    return {r.id: r for r in table.itertuples()}
+
+
+def fast(model="nemotron_3_nano_4b", batch=256, factor=0.6, device=None, level=1.05, **changes):
+    """Three processes in which replay takes ``factor`` of the stored time, near its roof."""
+    of = case(model, batch)
+    arms = ARMS | {"replay/cpu": factor}
+    changes |= {"device": {**group()[0].device, **device}} if device else {}
+    step = level * traffic(of, "stored/cpu")["floor_ns"]
+    return [group(of, arms=arms, replicate=r, seed=r, step_ns=step, **changes) for r in range(3)]
+
+
+H100, B300 = {"name": "NVIDIA H100", "kind": "cuda"}, {"name": "NVIDIA B300", "kind": "cuda"}
+ALL_DIRECT = [("nemotron_3_nano_4b", H100), ("qwen3_5_4b", H100)]
+ALL_DIRECT += [("nemotron_3_super_120b", B300), ("qwen3_5_122b", B300)]
+
+
+def test_every_claim_has_all_fields_and_a_unique_id():
+    found = claims.read(CLAIMS)
+    assert len(found) >= 25
+    assert len({c.id for c in found}) == len(found)
+    for claim in found:
+        empty = [f for f in claims.TEXT_FIELDS if not getattr(claim, f).strip()]
+        assert set(empty) <= {"unit", "experiment"}, claim.id
+        assert "summary of the paper" in claim.source
+
+
+SAID = ["1.46 to 1.80", "1.20 to 1.47", "1.85 to 2.10", "0.136 to 0.0038", "6.7", "5.6", "31.3", "no gain", "100,000"]
+SAID += ["e2e_decode_speedup.py --model-id Qwen/Qwen3.5-4B", "e2e_spec_decode_throughput.py --batch-size 512"]
+SAID += ["TensorRT-LLM", "GLM-5.3-Flash and Kimi-K3", "the summaries disagree", "Tensor Cores", "rolled back"]
+
+
+@pytest.mark.parametrize("needle", SAID)
+def test_every_number_of_the_summaries_is_a_claim(needle):
+    assert needle in CLAIMS.read_text(encoding="utf-8")
+
+
+def test_commands_name_models_that_exist():
+    known = {p.stem for p in (ROOT / "configs" / "model").glob("*.yaml")}
+    for claim in claims.read(CLAIMS):
+        for part in claim.command.split():
+            if part.startswith("model="):
+                assert set(part.removeprefix("model=").rstrip(";").split(",")) <= known, claim.id
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('id = "kernel-range"', 'id = "decode-range"'), "taken"),
+        (('rule = "kernel_range"', 'rule = "guess"'), "rule='guess' is unknown"),
+        (('unit = "tokens"', "unit = 3"), "unit must be text"),
+        (('unit = "tokens"\n', ""), "missing or unknown"),
+    ],
+)
+def test_a_faulty_claims_file_is_refused_in_one_line(tmp_path, change, message):
+    path = tmp_path / "claims.toml"
+    path.write_text(CLAIMS.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as caught:
+        claims.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_records_nothing_is_claimed(tmp_path):
+    found = verdicts(tmp_path)
+    assert {r.verdict for r in found.values()} == {rules.NOT_RUN, rules.CANNOT_RUN}
+    assert all(r.ours == "" for r in found.values())
+    assert "experiments.pg19 is not part of this version yet" in found["pg19-kl"].note
+
+
+def test_an_experiment_that_exists_is_not_called_missing(tmp_path):
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "pg19.py").touch()
+    assert "needs a trained GDN model" in verdicts(tmp_path / "records", root=tmp_path)["pg19-kl"].note
+
+
+def test_verdicts_come_from_the_fixed_set(tmp_path):
+    assert len(rules.VERDICTS) == 8
+    assert {r.verdict for r in verdicts(tmp_path, *fast()).values()} <= set(rules.VERDICTS)
+
+
+def test_a_cpu_can_only_support_the_kernel_range_on_an_analogue(tmp_path):
+    found = verdicts(tmp_path, *fast(batch=64, factor=0.6))["kernel-range"]
+    assert found.verdict == rules.SUPPORTED
+    assert found.ours.startswith("1.67 [")
+    for part in ("card: 2-core CPU", "batch: 64", "models not run: nemotron_3_super_120b", "kernels: this project's"):
+        assert part in found.differed
+    assert "only aligned flush phases" in found.note
+
+
+def test_an_analogue_near_its_roof_contradicts_and_a_poor_kernel_does_not(tmp_path):
+    near = verdicts(tmp_path / "near", *fast(batch=64, factor=0.7, level=0.95))["kernel-range"]
+    assert near.verdict == rules.AGAINST
+    poor = verdicts(tmp_path / "poor", *fast(batch=64, factor=0.8, level=1.3))["kernel-range"]
+    assert poor.verdict == rules.UNCLEAR
+    assert "of its own roof" in poor.note
+
+
+def test_an_analogue_whose_roof_forbids_the_speed_stays_unclear(tmp_path):
+    groups = []
+    for records in fast(batch=64, factor=0.85):
+        floor = next(r for r in records if r.arm == "stored/cpu").traffic["floor_ns"] / 1.2
+        groups.append(
+            [replace(r, traffic=r.traffic | {"floor_ns": floor}) if "replay" in r.arm else r for r in records]
+        )
+    found = verdicts(tmp_path, *groups)["kernel-range"]
+    assert found.verdict == rules.UNCLEAR
+    assert "the roof of this machine allows 1.20x" in found.note
+
+
+def test_a_small_batch_says_nothing_about_the_kernel_range(tmp_path):
+    found = verdicts(tmp_path, *fast(batch=32))["kernel-range"]
+    assert (found.verdict, found.ours) == (rules.NOT_RUN, "")
+
+
+def test_all_models_on_the_papers_cards_reproduce_and_some_only_partly(tmp_path):
+    groups = [g for model, device in ALL_DIRECT for g in fast(model, 256, 0.6, device)]
+    assert verdicts(tmp_path / "all", *groups)["kernel-range"].verdict == rules.REPRODUCED
+    assert verdicts(tmp_path / "some", *groups[:6])["kernel-range"].verdict == rules.PARTLY
+    slow = [g for model, device in ALL_DIRECT for g in fast(model, 256, 0.9, device)]
+    assert verdicts(tmp_path / "slow", *slow)["kernel-range"].verdict == rules.CONTRADICTED
+
+
+def test_the_slower_flush_phase_counts(tmp_path):
+    groups = fast(batch=64, factor=0.55)
+    step = 1.05 * traffic(case(), "stored/cpu")["floor_ns"]
+    staggered = case(batch=64, phase="staggered")
+    groups += [group(staggered, arms=ARMS | {"replay/cpu": 0.7}, replicate=r, seed=r, step_ns=step) for r in range(3)]
+    found = verdicts(tmp_path, *groups)["kernel-range"]
+    assert found.ours.startswith("1.43 [")
+    assert "phases" not in found.note
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "verdict"),
+    [
+        (1.0, 0.01, rules.SUPPORTED),
+        (1.2, 0.01, rules.SUPPORTED),
+        (0.8, 0.01, rules.AGAINST),
+        (0.97, 0.2, rules.UNCLEAR),
+    ],
+)
+def test_batch_one(tmp_path, factor, noise, verdict):
+    assert verdicts(tmp_path, *fast(batch=1, factor=factor, noise=noise))["batch-one-kernel"].verdict == verdict
+
+
+def test_arms_that_are_not_replay_never_count(tmp_path):
+    arms = {"stored/cpu": 1.0, "replay/cpu": 0.95, "auto/cpu": 0.5}
+    groups = [group(case(batch=64), arms=arms, replicate=r, seed=r) for r in range(3)]
+    assert verdicts(tmp_path, *groups)["kernel-range"].ours.startswith("1.05 [")
+
+
+def test_bytes_flushes_and_errors_support_their_claims(tmp_path):
+    found = verdicts(tmp_path, *fast(batch=64))
+    for name in ("traffic-halved", "gain-at-most-two", "one-write-an-interval", "same-outputs", "cost-buffer"):
+        assert found[name].verdict == rules.SUPPORTED, name
+    assert found["traffic-halved"].ours == "0.55 of the bytes, ring included"
+    assert found["state-traffic-bound"].verdict == rules.SUPPORTED
+    assert found["state-traffic-bound"].ours.startswith("0.96 [")
+
+
+def test_bytes_that_are_not_halved_contradict(tmp_path):
+    groups = []
+    for records in fast():
+        written = [{"state_bytes_written": r.traffic["state_bytes_read"]} for r in records]
+        groups.append([replace(r, traffic=r.traffic | w) for r, w in zip(records, written, strict=True)])
+    assert verdicts(tmp_path, *groups)["traffic-halved"].verdict == rules.AGAINST
+
+
+@pytest.mark.parametrize(
+    ("block", "claim"),
+    [(check("before", error=1e-3), "same-outputs"), (check("before", flushes_counted=0), "one-write-an-interval")],
+)
+def test_an_incorrect_replay_arm_contradicts(tmp_path, block, claim):
+    groups = [group(case(batch=64), failed={"replay/cpu": "incorrect"})]
+    groups[0] = [replace(r, correctness=(block,)) if r.status == "incorrect" else r for r in groups[0]]
+    found = verdicts(tmp_path, *groups)
+    assert found[claim].verdict == rules.AGAINST
+    assert {found[c].verdict for c in ("same-outputs", "one-write-an-interval")} == {rules.AGAINST, rules.SUPPORTED}
+
+
+def test_published_numbers_are_readable_and_cite_public_sources():
+    frame = published.read(PAPER)
+    assert len(frame) > 300
+    assert frame["source"].str.contains(r"^https://|^summary of the paper", regex=True).all()
+    assert not frame["source"].str.contains("/work|paper_summary|excerpt", regex=True).any()
+    assert published.kernel_range(frame) == (256, 1.46, 1.80)
+    assert set(frame["experiment"]) >= {"kernel_standard", "e2e_standard", "e2e_spec", "precision_gpqa"}
+
+
+def test_published_curves_are_tuned_fp32_at_sixteen():
+    curves = published.kernel_curves(published.read(PAPER), "nemotron_3_nano_4b")
+    assert list(curves) == ["H100"]
+    assert list(curves["H100"]["batch_size"]) == [1, 8, 32, 128]
+    assert list(curves["H100"]["value"]) == [0.73, 1.36, 1.69, 1.78]
+    assert published.kernel_curves(published.read(PAPER), "qwen3_5_4b") == {}
+
+
+def test_published_names_match_model_configs():
+    known = {p.stem for p in (ROOT / "configs" / "model").glob("*.yaml")}
+    names = published.display_names(published.read(PAPER))
+    assert {"nemotron_3_nano_4b", "qwen3_5_4b", "nemotron_3_super_120b", "qwen3_5_122b"} <= known & set(names)
+    assert names["nemotron_3_super_120b"] == "Nemotron-3-Super-120B"

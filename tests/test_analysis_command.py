@@ -1,0 +1,216 @@
+"""``python -m analysis``: figures, report, determinism and ``--check``."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from records import ARMS, case, group, write
+
+from analysis import figures, published, tables
+from analysis.__main__ import differences, main
+from analysis.load import load
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
+
+
+def sweep():
+    """Two models, three batch sizes and lengths, one failed cell, two processes."""
+    groups = []
+    for replicate in range(2):
+        for batch, length in ((1, 16), (64, 16), (64, 4), (64, 1)):
+            groups.append(group(case(batch=batch, length=length), replicate=replicate, seed=replicate))
+        failed = {"replay/torch": "oom"}
+        groups.append(group(case("qwen3_5_4b"), replicate=replicate, seed=replicate, failed=failed))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder with records and the outputs built from them."""
+    folder = tmp_path_factory.mktemp("built")
+    write(folder / "records", *sweep())
+    assert main(["--records", str(folder / "records"), "--out", str(folder / "out")]) == 0
+    return folder
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def copy(source, target, changed=""):
+    """Copy outputs; of the file ``changed`` one byte becomes another."""
+    for path, data in contents(source).items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_bytes(data if path != changed else data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+
+
+def check(folder, out=None):
+    return main(["--records", str(folder / "records"), "--out", str(out or folder / "out"), "--check"])
+
+
+def test_everything_is_written(built):
+    expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md")}
+    expected |= {f"figures/{f}.{s}" for f in FIGURES for s in ("svg", "png")} | {"report/index.html"}
+    assert set(contents(built / "out")) == expected
+
+
+def test_the_same_records_in_another_order_give_the_same_bytes(built, tmp_path):
+    groups = sweep()
+    write(tmp_path / "records", *groups[::-2], name="b")
+    write(tmp_path / "records" / "deeper", *groups[-2::-2], name="a")
+    assert main(["--records", str(tmp_path / "records"), "--out", str(tmp_path / "out")]) == 0
+    one, two = contents(built / "out"), contents(tmp_path / "out")
+    # where a record lay is the only thing that may differ, and is said only of exclusions
+    changed = {name for name in one if one[name] != two[name]}
+    assert changed <= {"tables/exclusions.csv", "tables/exclusions.md", "report/index.html"}
+
+
+def test_check_accepts_what_was_built(built, capsys):
+    assert check(built) == 0
+    assert "all outputs agree" in capsys.readouterr().out
+
+
+def test_check_names_a_changed_byte(built, tmp_path, capsys):
+    copy(built / "out", tmp_path, "figures/bandwidth.png")
+    assert check(built, tmp_path) == 1
+    assert capsys.readouterr().err == "differs: figures/bandwidth.png\n"
+
+
+@pytest.mark.parametrize("name", ["tables/claims.csv", "tables/roofs.md", "figures/bandwidth.svg", "report/index.html"])
+def test_a_changed_byte_of_any_output_is_a_difference(built, tmp_path, name):
+    copy(built / "out", tmp_path, name)
+    assert differences(built / "out", tmp_path) == [f"differs: {name}"]
+
+
+def test_check_names_missing_and_extra_files_and_leaves_them_alone(built, tmp_path, capsys):
+    copy(built / "out", tmp_path)
+    (tmp_path / "tables" / "roofs.md").unlink()
+    (tmp_path / "figures" / "old.svg").write_text("old")
+    before = contents(tmp_path)
+    assert check(built, tmp_path) == 1
+    assert capsys.readouterr().err == "extra: figures/old.svg\nmissing: tables/roofs.md\n"
+    assert contents(tmp_path) == before
+
+
+def test_a_rebuild_removes_outputs_of_before_and_nothing_else(tmp_path):
+    for name in ("tables/old.csv", "figures/old.svg", "figures/keep.txt", "records/kept.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert main(["--records", str(write(tmp_path / "none")), "--out", str(tmp_path)]) == 0
+    left = set(contents(tmp_path))
+    assert not {"tables/old.csv", "figures/old.svg"} & left
+    assert {"figures/keep.txt", "records/kept.jsonl"} <= left
+
+
+def test_without_records_the_claims_are_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(["--records", str(write(tmp_path / "none")), "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "kernel-range" in printed
+    assert "python -m experiments.kernel" in printed
+    assert str(tmp_path / "out" / "report" / "index.html") in printed
+    assert (tmp_path / "out" / "figures" / "speedup_by_batch.svg").exists()
+
+
+def test_a_records_folder_that_is_none_is_refused_in_one_line(tmp_path, capsys):
+    assert main(["--records", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 2
+    assert re.fullmatch(r"--records=.*absent is no folder; accepted: .*\n", capsys.readouterr().err)
+
+
+def test_analysis_imports_neither_torch_nor_the_library():
+    code = "import sys, analysis.__main__; print([m for m in ('torch', 'replayssm', 'hydra') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_report_is_self_contained_and_shows_what_matters(built):
+    page = (built / "out" / "report" / "index.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == 3
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert "<script" not in page
+    places = [page.index(f'id="{name}"') for name in ("claims", "figures", "tables", "left-out", "devices")]
+    assert places == sorted(places)
+    parts = ("supported on an analogue", "FASTER", "the arm ended with oom", "prefers-color-scheme", "torch 2.13.0")
+    for part in parts:
+        assert part in page
+
+
+def test_a_message_cannot_inject_markup(tmp_path):
+    records = group(failed={"replay/cpu": "error"})
+    text = '<img src="x"> | [bold]'
+    records = [r if r.status == "ok" else type(r)(**{**vars(r), "message": text}) for r in records]
+    assert main(["--records", str(write(tmp_path / "r", records)), "--out", str(tmp_path / "out")]) == 0
+    assert '<img src="x">' not in (tmp_path / "out" / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def axes_of(folder, *groups, figure=figures.speedup_by_batch):
+    found = tables.build(load([write(folder, *groups)]))
+    paper = published.read(ROOT / "results" / "paper" / "published.csv")
+    speedups = found["kernel_speedups"]
+    return figure(speedups[speedups["kind"] == "replay"], found["failures"], paper).axes
+
+
+def labels(ax):
+    return [t.get_text() for t in ax.texts]
+
+
+def test_failed_cells_and_batch_one_are_visible(tmp_path):
+    axes = axes_of(tmp_path, *sweep())
+    assert len(axes) == 2
+    assert all(0.0 in ax.get_xticks() and ax.get_xticklabels()[0].get_text() == "1" for ax in axes)
+    assert "oom" in labels(axes[1])
+    assert "batch 1\nnot run" in labels(axes[1])
+    assert "batch 1\nnot run" not in labels(axes[0])
+
+
+def test_published_curves_are_open_and_labelled_with_their_card(tmp_path):
+    ax = axes_of(tmp_path, *sweep())[0]
+    assert "published, H100" in labels(ax)
+    open_lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_ydata()) for line in open_lines] == [[0.73, 1.36, 1.69, 1.78]]
+
+
+def test_every_measured_point_carries_its_interval(tmp_path):
+    ax = axes_of(tmp_path, *sweep())[0]
+    bars = [c for c in ax.containers if c.has_yerr]
+    assert len(bars) == 2  # replay/cpu and replay/torch
+    for bar in bars:
+        heights = [abs(s[1][1] - s[0][1]) for s in bar.lines[2][0].get_segments()]
+        assert min(heights) > 0
+        assert len(heights) == 2  # batch 1 and 64
+
+
+def test_a_line_is_broken_at_a_failed_cell(tmp_path):
+    groups = [group(case(batch=b), failed={"replay/cpu": "timeout"} if b == 8 else None) for b in (1, 8, 64)]
+    ax = axes_of(tmp_path, *groups)[0]
+    assert any(np.isnan(np.asarray(line.get_ydata(), dtype=float)).any() for line in ax.lines)
+
+
+def test_the_traffic_curve_passes_through_the_ideals_of_the_records(tmp_path):
+    groups = [group(case(length=length)) for length in (1, 2, 8, 16, 32)]
+    frame = tables.build(load([write(tmp_path, *groups)]))["kernel_speedups"]
+    rows = frame[frame["arm"] == "replay/cpu"].sort_values("interval_length")
+    curve = figures.traffic_curve(rows, rows["interval_length"].to_numpy(dtype=float))
+    assert curve == pytest.approx(rows["ideal_bytes"].to_numpy(dtype=float), abs=2e-4)
+    assert figures.traffic_curve(rows[rows["interval_length"] == 1], np.array([1.0])) is None
+
+
+def test_phases_of_one_arm_are_two_series(tmp_path):
+    groups = [group(case(batch=b, phase=p), arms=ARMS) for b in (1, 64) for p in ("aligned", "staggered")]
+    ax = axes_of(tmp_path, *groups)[0]
+    assert len([c for c in ax.containers if c.has_yerr]) == 4
+
+
+def test_odd_batch_and_interval_values_of_failures_do_not_stop_the_figures(tmp_path):
+    odd = group(case(batch=8), failed=dict.fromkeys(ARMS, "error"))
+    odd = [type(r)(**{**vars(r), "case": {"model": 7, "batch_size": "many"}}) for r in odd]
+    out = tmp_path / "out"
+    assert main(["--records", str(write(tmp_path / "r", *sweep(), odd)), "--out", str(out)]) == 0
+    assert len(pd.read_csv(out / "tables" / "failures.csv")) == 6

@@ -1,0 +1,131 @@
+"""Tables: the baseline, verdicts, ideals and remarks of rows built from synthetic records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from records import ARMS, READ, RMW, case, group, traffic, write
+
+from analysis import tables
+from analysis.cells import strongest
+from analysis.load import load
+
+
+def built(tmp_path, *groups):
+    return tables.build(load([write(tmp_path, *groups)]))
+
+
+def row(frame, arm):
+    found = frame[frame["arm"] == arm]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def processes(count=3, **changes):
+    return [group(replicate=r, seed=r, **changes) for r in range(count)]
+
+
+def test_speedups_are_over_the_fastest_stored_arm(tmp_path):
+    frame = built(tmp_path, *processes())["kernel_speedups"]
+    assert sorted(frame["arm"]) == ["replay/cpu", "replay/torch", "stored/torch"]
+    replay = row(frame, "replay/cpu")
+    assert (replay["baseline"], replay["verdict"]) == ("stored/cpu", "FASTER")
+    assert replay["speedup"] == pytest.approx(1.25, rel=0.01)
+    assert replay["low"] < replay["speedup"] < replay["high"]
+    assert row(frame, "replay/torch")["verdict"] == "SLOWER"
+    assert row(frame, "stored/torch")["speedup"] == pytest.approx(1 / 1.4, rel=0.01)
+    assert (replay["processes"], replay["rounds"], replay["interval_over"]) == (3, 60, "processes and rounds")
+
+
+def test_the_baseline_follows_the_fastest_stored_arm_not_a_name(tmp_path):
+    frame = built(tmp_path, *processes(arms=ARMS | {"stored/torch": 0.7}))["kernel_speedups"]
+    assert row(frame, "replay/cpu")["baseline"] == "stored/torch"
+    assert row(frame, "replay/cpu")["verdict"] == "SLOWER"
+
+
+def test_a_stored_arm_of_another_state_format_is_no_baseline(tmp_path):
+    groups = []
+    for records in processes():
+        config = {"state_format": "fp16"}
+        groups.append([replace(r, arm_config=config) if r.arm == "stored/cpu" else r for r in records])
+    frame = built(tmp_path, *groups)["kernel_speedups"]
+    assert row(frame, "replay/cpu")["baseline"] == "stored/torch"
+
+
+def test_one_process_says_so(tmp_path):
+    replay = row(built(tmp_path, group())["kernel_speedups"], "replay/cpu")
+    assert replay["interval_over"] == "rounds only"
+    assert "one process" in replay["remarks"]
+
+
+@pytest.mark.parametrize(("status", "verdict"), [("oom", "AMBIGUOUS"), ("unsupported", "FASTER")])
+def test_a_baseline_that_failed_withholds_faster_unless_the_device_cannot_run_it(tmp_path, status, verdict):
+    groups = processes(failed={"stored/cpu": status}, aa_arm="stored/torch")
+    replay = row(built(tmp_path, *groups)["kernel_speedups"], "replay/cpu")
+    assert replay["baseline"] == "stored/torch"
+    assert replay["speedup"] > 1.5
+    assert replay["verdict"] == verdict
+    assert ("stored/cpu missing from the baseline" in replay["remarks"]) == (verdict == "AMBIGUOUS")
+
+
+def test_without_any_stored_arm_there_is_a_row_but_no_speedup(tmp_path):
+    groups = processes(arms={"replay/cpu": 1.0}, aa_arm="replay/cpu")
+    replay = row(built(tmp_path, *groups)["kernel_speedups"], "replay/cpu")
+    assert pd.isna(replay["speedup"])
+    assert replay["verdict"] == "AMBIGUOUS"
+
+
+def test_ideals_are_ratios_of_recorded_bytes_and_floors(tmp_path):
+    replay = row(built(tmp_path, *processes())["kernel_speedups"], "replay/cpu")
+    state, ring = 4.0 * 96 * 80 * 128, 17792.0
+    mean = state * (1 + 1 / 16) + ring * (15 / 2 + 15 / 16)  # of one row and layer step
+    assert replay["ideal_bytes"] == pytest.approx(2 * state / mean, abs=1e-4)
+    floors = [traffic(case(), arm)["floor_ns"] for arm in ("stored/cpu", "replay/cpu")]
+    assert replay["ideal_roof"] == pytest.approx(floors[0] / floors[1], abs=1e-4)
+
+
+def test_roofs_give_share_and_bandwidths(tmp_path):
+    stored = row(built(tmp_path, *processes())["roofs"], "stored/cpu")
+    assert stored["share"] == pytest.approx(1 / 1.3, rel=0.05)
+    assert stored["low"] < stored["share"] < stored["high"]
+    assert (stored["read_gb_per_s"], stored["rmw_gb_per_s"]) == (READ / 1e9, RMW / 1e9)
+    assert stored["gb_per_s"] == pytest.approx(stored["share"] * RMW / 1e9, rel=1e-3)
+
+
+def test_failures_and_exclusions_are_tables(tmp_path):
+    found = built(tmp_path, group(failed={"replay/cpu": "incorrect"}), group(case(batch=8))[:-1])
+    assert list(found["failures"]["status"]) == ["incorrect"]
+    assert set(found["exclusions"]["gate"]) == {"status", "incomplete"}
+    assert found["exclusions"]["meaning"].str.len().min() > 10
+
+
+def test_two_devices_with_as_many_cores_stay_apart(tmp_path):
+    device = {**group()[0].device, "name": "Another CPU"}
+    other = group(case(batch=8), device=device)
+    found = built(tmp_path, group(), other)
+    assert set(found["kernel_speedups"]["device"]) == {"2-core CPU A", "2-core CPU B"}
+    assert set(found["devices"]["name"]) == {"Test CPU", "Another CPU"}
+
+
+def test_strongest_keeps_the_row_with_most_rounds(tmp_path):
+    smoke = case(timing={**case()["timing"], "name": "smoke", "rounds": 5})
+    frame = built(tmp_path, group(smoke), *processes())["kernel_speedups"]
+    assert set(frame["timing"]) == {"smoke", "default"}
+    assert set(strongest(frame)["timing"]) == {"default"}
+    assert len(strongest(frame)) == 3
+
+
+def test_tables_are_written_as_csv_and_markdown(tmp_path):
+    found = built(tmp_path / "records", *processes())
+    tables.write(found, tmp_path / "out")
+    again = pd.read_csv(tmp_path / "out" / "kernel_speedups.csv")
+    assert list(again["speedup"]) == list(found["kernel_speedups"]["speedup"])
+    assert again["batch_size"].dtype.kind == "i"
+    assert "| FASTER |" in (tmp_path / "out" / "kernel_speedups.md").read_text()
+    assert "No rows." in (tmp_path / "out" / "failures.md").read_text()
+
+
+def test_markdown_escapes_a_bar():
+    assert "a\\|b" in tables.markdown("x", pd.DataFrame({"c": ["a|b"]}))
