@@ -1,0 +1,118 @@
+"""Journal, sources and timing of `experiments.measure`: what does not need a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from experiments.measure import journal, sources, timing
+from experiments.measure.journal import Journal, finished
+from experiments.measure.record import Record
+from tests import records
+
+
+def test_a_journal_is_created_once_and_only_grows(tmp_path: Path) -> None:
+    group = records.group()
+    mine = Journal(tmp_path / "new", "kernel")
+    assert not (tmp_path / "new").exists()
+    mine.append(group[:2])
+    before = mine.path.read_bytes()
+    mine.append(group[2:])
+    assert mine.path.read_bytes().startswith(before)
+    assert [Record.from_json(line) for line in mine.path.read_text().splitlines()] == group
+    other = Journal(tmp_path / "new", "kernel")
+    other.append(group)
+    assert other.path != mine.path
+
+
+def test_a_journal_refuses_a_file_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal.secrets, "token_hex", lambda size: "same")
+    monkeypatch.setattr(journal.time, "strftime", lambda *arguments: "now")
+    Journal(tmp_path, "kernel").append(records.group())
+    with pytest.raises(FileExistsError):
+        Journal(tmp_path, "kernel").append(records.group())
+
+
+def test_finished_skips_torn_incomplete_and_repeatable(tmp_path: Path) -> None:
+    whole = records.group(replicate=0)
+    cut = records.group(replicate=1)[:-1]
+    late = records.group(replicate=2, failed={"replay/cpu": "timeout"})
+    torn = records.group(replicate=3)
+    records.write(tmp_path, whole, cut, late)
+    (tmp_path / "torn.jsonl").write_text("\n".join(r.to_json() for r in torn))  # no newline at the end
+    expected = {r.key for r in whole} | {r.key for r in late if r.arm != "replay/cpu"}
+    assert finished(tmp_path) == expected
+    assert [text for path, _, text in journal.read_lines(tmp_path) if path.stem == "torn"][-1] is None
+
+
+def test_finished_of_no_folder_is_empty(tmp_path: Path) -> None:
+    assert finished(tmp_path / "absent") == set()
+
+
+def test_arm_sources_reach_the_kernels_but_not_the_harness() -> None:
+    of_replay, of_stored = sources.arm_sources("replay/torch"), sources.arm_sources("stored/torch")
+    assert "experiments/arms/replay_torch.py" in of_replay
+    assert {"replayssm/cache.py", "replayssm/recurrence/gdn.py", "replayssm/kernels/torch/replay.py"} <= set(of_replay)
+    assert not any(path.startswith("experiments/measure") for path in of_replay)
+    assert "replayssm/kernels/cpu/gdn.py" not in of_replay
+    assert "replayssm/kernels/torch/stored.py" in of_stored
+
+
+def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms, library = tmp_path / "experiments" / "arms", tmp_path / "replayssm" / "kernels"
+    arms.mkdir(parents=True)
+    library.mkdir(parents=True)
+    (arms / "replay_new.py").write_text("from replayssm.kernels import fast\n")
+    (library / "fast.py").write_text("import replayssm.deep\n")
+    (tmp_path / "replayssm" / "deep.py").write_text("x = 1\n")
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    before = sources.arm_hash("replay/new")
+    assert sources.arm_hash("replay/new") == before
+    (tmp_path / "replayssm" / "deep.py").write_text("x = 2\n")
+    assert sources.arm_hash("replay/new") != before
+
+
+def test_every_participant_runs_once_a_round_in_balanced_order() -> None:
+    ran: list[str] = []
+    participants = {name: (lambda name=name: ran.append(name)) for name in "abcd"}
+    samples = timing.interleave(participants, rounds=6, seed=3)
+    assert ran == list(itertools.chain(*samples.order))
+    assert all(sorted(order) == list("abcd") for order in samples.order)
+    assert all(len(ns) == 6 and all(type(n) is int and n > 0 for n in ns) for ns in samples.elapsed_ns.values())
+    for first, second in zip(samples.order[::2], samples.order[1::2], strict=True):
+        assert second == first[::-1]
+    assert len({tuple(order) for order in samples.order[::2]}) > 1
+    assert timing.interleave(participants, rounds=6, seed=3).order == samples.order
+    assert timing.interleave(participants, rounds=6, seed=4).order != samples.order
+
+
+def test_a_warm_up_settles_on_three_like_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    elapsed = iter([900, 500, 100, 100, 101, 102])
+    monkeypatch.setattr(timing, "_elapsed_ns", lambda run: next(elapsed))
+    warmed = timing.warm_up({"a": lambda: None}, limit_s=30, tolerance=0.02)
+    assert (warmed.rounds, warmed.settled, warmed.last_ns) == (5, True, {"a": 101})
+
+
+def test_a_warm_up_that_does_not_settle_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    elapsed = itertools.cycle([100, 200])
+    monkeypatch.setattr(timing, "_elapsed_ns", lambda run: next(elapsed))
+    warmed = timing.warm_up({"a": lambda: None}, limit_s=0.01, tolerance=0.01)
+    assert not warmed.settled
+    assert warmed.rounds >= 3
+
+
+def test_the_record_refuses_speed_without_correctness() -> None:
+    record = records.group()[1]
+    wrong = records.check("after", error=1.0)
+    for correctness in ((), record.correctness[:1], (record.correctness[0], wrong)):
+        with pytest.raises(ValueError, match="correctness"):
+            dataclasses.replace(record, correctness=correctness)
+    with pytest.raises(ValueError, match="cannot hold samples"):
+        dataclasses.replace(record, status="incorrect", message="wrong")
+    with pytest.raises(ValueError, match="positive integers"):
+        dataclasses.replace(record, samples_ns=((0,),))
+    with pytest.raises(ValueError, match="every round"):
+        dataclasses.replace(record, samples_ns=(), again_samples_ns=())
