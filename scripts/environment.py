@@ -22,6 +22,7 @@ import concurrent.futures
 import hashlib
 import http.client
 import json
+import os
 import pathlib
 import platform
 import re
@@ -37,6 +38,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "replayssm-environment.json"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_ANSWERS_WITHIN_S = 3.0
+IMPORTED = "hydra, matplotlib.pyplot, numba, pandas, rich.progress, torch"
 GPU_PYTHON = "3.12"
 GPU_SET_IS_FOR = f"Linux x86_64, Python {GPU_PYTHON}"
 GLIBC_MINOR = 28
@@ -87,7 +89,10 @@ def install(chosen: str, extras: list[str]) -> None:
     print(f"environment: {chosen} set (constraints/{chosen}.txt), {index_in_words(chosen, index)}")
     print(f"environment: {download_in_words([*pip, 'install', *index, *constraints, *project])}", flush=True)
     STAMP.unlink(missing_ok=True)
-    run([*pip, "install", "--progress-bar", "on", *index, *constraints, *project], "the installation failed")
+    run([*pip, "install", "--no-compile", *index, *constraints, *project], "the installation failed")
+    # Compiling only what is imported takes a quarter of the time of compiling every module of every package.
+    compiling = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    run([str(python), "-c", f"import {IMPORTED}"], "the installed packages do not import", compiling)
     STAMP.write_text(json.dumps({"fingerprint": fingerprint(chosen), "extras": extras}))
     print(f"environment: ready in {VENV}", flush=True)
 
@@ -224,9 +229,9 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def run(command: list[str], failure: str) -> None:
+def run(command: list[str], failure: str, variables: dict[str, str] | None = None) -> None:
     """Run to the end; on a failure stop with one line (the command has printed its own reasons before it)."""
-    if subprocess.run(command, stdin=subprocess.DEVNULL).returncode != 0:
+    if subprocess.run(command, stdin=subprocess.DEVNULL, env=variables).returncode != 0:
         sys.exit(f"environment: {failure}: {' '.join(command)}")
 
 
