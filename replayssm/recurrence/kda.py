@@ -29,14 +29,20 @@ __all__ = ["EPS", "Inputs", "Ring", "fold", "fold_raw", "gates", "read", "rnorm"
 # The tuples are those of GDN with as many key heads as value heads and g of shape [B,H,K], in the ring [B,H,J,K].
 
 
-def gates(f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """``(g [B,H,K], beta [B,H])``: g = -exp(A_log) softplus(f + dt_bias), ``A_log [H]``, ``dt_bias [H,K]``.
+def gates(
+    f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(g [B,H,K], beta [B,H])``: g = -exp(A_log) softplus(f + dt_bias), ``A_log [H]``, ``dt_bias [H,K]``, as in Kimi
+    Linear; with ``lower_bound`` g = lower_bound sigmoid(exp(A_log) (f + dt_bias)), the bounded ("safe") gate of Kimi-K3
+    and GLM-5.3-Flash, where it is -5.
 
     float64 stays float64, everything else becomes float32.
     """
     wide = torch.float64 if f.dtype == torch.float64 else torch.float32
     rate = torch.exp(A_log.to(wide))[:, None]
-    return -rate * F.softplus(f.to(wide) + dt_bias.to(wide), threshold=20.0), torch.sigmoid(b.to(wide))
+    raw = f.to(wide) + dt_bias.to(wide)
+    g = -rate * F.softplus(raw, threshold=20.0) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw)
+    return g, torch.sigmoid(b.to(wide))
 
 
 def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,8 @@ class Ring(NamedTuple):
 def discretize(dt: Tensor, dt_bias: Tensor | None = None, limits: tuple[float, float] = (0.0, float("inf"))) -> Tensor:
     """Step size ``[B,H]`` from the raw projection: softplus(dt + bias), linear above 20, clamped to ``limits``.
 
+    Layers that have limits apply them to a prompt only: in transformers ``time_step_limit`` of the configuration, but
+    ``(time_step_min, inf)`` in Nemotron-H. One-token decoding is unlimited there and in the kernels of mamba_ssm.
     float64 stays float64, everything else becomes float32.
     """
     raw = dt if dt.dtype == torch.float64 else dt.float()
