@@ -1,0 +1,367 @@
+"""Mamba-2 on a CPU: the stored-state step and the replay step, float32 state, bfloat16 or float32 inputs and ring.
+
+A task (see `arguments`) walks the states of its heads row by row in memory order, each row of N floats once: one
+sequential stream a thread is what hardware prefetchers follow best. What lies elsewhere, the ring, is asked for ahead.
+B, C and the ring's products B_j . C are prepared once a group. The formulas are those of `replayssm.recurrence.mamba2`,
+of which nothing is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import torch
+from torch import Tensor
+
+from replayssm.kernels.cpu.arguments import (
+    CONFIG,
+    Place,
+    Sizes,
+    address,
+    entry,
+    faulty_row,
+    faulty_slot,
+    new_scratch,
+    own_scratch,
+    refuse,
+    shape,
+    sizes_of,
+    tasks_per_row,
+)
+from replayssm.kernels.cpu.compilation import compiled, inlined
+from replayssm.kernels.cpu.fold import fold_rows
+from replayssm.kernels.cpu.lanes import (
+    FLOAT32,
+    INT32,
+    INT64,
+    ONE,
+    WIDTH,
+    add,
+    advance,
+    copy,
+    div,
+    dot,
+    exp,
+    fma,
+    load,
+    load_input,
+    load_part,
+    mul,
+    pointer,
+    prefetch,
+    prefetch_span,
+    splat,
+    store,
+    store_input,
+    store_part,
+    total,
+    widen,
+)
+
+__all__ = ["CONFIG", "replay_step", "stored_step"]
+
+
+class _Token(NamedTuple):
+    """Addresses of a step's arguments; 0 for a D or z that the layer does not have."""
+
+    out: int
+    state: int
+    x: int
+    B: int
+    C: int
+    dt: int
+    A: int
+    D: int
+    z: int
+    slots: int
+
+
+class _Ring(NamedTuple):
+    """Addresses of a cache layer's tensors."""
+
+    x: int
+    B: int
+    dt: int
+    cursor: int
+    origin: int
+    flushes: int
+
+
+class _Scratch(NamedTuple):
+    """A thread's float32 scratch: for each token B, weighted x, B . C and weight; for a head C, decay E and y."""
+
+    B: Any
+    x: Any
+    BC: Any
+    w: Any
+    C: Any
+    E: Any
+    y: Any
+
+
+def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor) -> None:
+    """The recurrence for one token a row, in place.
+
+    ``state [S,H,P,N]`` float32; ``inputs`` a `replayssm.recurrence.mamba2.Inputs` with x, B, C, z bfloat16 or float32
+    and dt, A, D float32; ``out [B,H,P]`` as x; ``slots [B]`` int64, -1 for padding. All contiguous. Mutates ``out`` and
+    ``state``. Raises ``ValueError`` on anything else, before it changes anything.
+    """
+    token, sizes = _token(out, state, inputs, slots, None)
+    refuse(_stored(token, sizes), slots, sizes.state_slots)
+
+
+def replay_step(out: Tensor, layer: Any, inputs: Any, slots: Tensor) -> None:
+    """Standard decoding for one token a row; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
+
+    Rows with a full ring fold ring and token into the checkpoint, take their output from it and count the flush; the
+    others take it from checkpoint, ring and token, and append the token. Ring entries behind the cursor are never read.
+    """
+    token, sizes = _token(out, layer.state, inputs, slots, layer)
+    dtype, S, R = inputs.x.dtype, sizes.state_slots, sizes.capacity
+    ring = _Ring(
+        x=address("ring x", layer.ring["x"], dtype, (S, sizes.heads, R, sizes.P)),
+        B=address("ring B", layer.ring["B"], dtype, (S, sizes.groups, R, sizes.N)),
+        dt=address("ring dt", layer.ring["dt"], torch.float32, (S, sizes.heads, R)),
+        cursor=address("cursor", layer.cursor, torch.int32, (S,)),
+        origin=address("origin", layer.origin, torch.int32, (S,)),
+        flushes=address("flushes", layer.flushes, torch.int64, (S,)),
+    )
+    refuse(_replay(token, ring, sizes), slots, S)
+
+
+def _token(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, layer: Any) -> tuple[_Token, Sizes]:
+    rows, H, P = shape("x", inputs.x, "BHP")
+    _, G, N = shape("B", inputs.B, "BGN")
+    dtype = inputs.x.dtype
+    sizes = sizes_of(state, rows, G, dtype, layer, vectors=(1, 2, 2))
+    token = _Token(
+        out=address("out", out, dtype, (rows, H, P)),
+        state=address("state", state, torch.float32, (sizes.state_slots, H, P, N)),
+        x=address("x", inputs.x, dtype, (rows, H, P)),
+        B=address("B", inputs.B, dtype, (rows, G, N)),
+        C=address("C", inputs.C, dtype, (rows, G, N)),
+        dt=address("dt", inputs.dt, torch.float32, (rows, H)),
+        A=address("A", inputs.A, torch.float32, (H,)),
+        D=0 if inputs.D is None else address("D", inputs.D, torch.float32, (H,)),
+        z=0 if inputs.z is None else address("z", inputs.z, dtype, (rows, H, P)),
+        slots=address("slots", slots, torch.int64, (rows,)),
+    )
+    return token, sizes
+
+
+# Work split ----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _stored(token: _Token, sizes: Sizes) -> int:
+    fault = faulty_slot(token.slots, sizes.rows, sizes.state_slots)
+    if fault < 0:
+        scratch = new_scratch(sizes)
+        for task in numba.prange(sizes.rows * tasks_per_row(sizes)):
+            _stored_task(token, sizes, task, scratch)
+    return fault
+
+
+@compiled
+def _replay(token: _Token, ring: _Ring, sizes: Sizes) -> int:
+    fault = faulty_row(token.slots, sizes.rows, sizes.state_slots, ring.cursor, sizes.interval_length)
+    if fault < 0:
+        scratch = new_scratch(sizes)
+        for task in numba.prange(sizes.rows * tasks_per_row(sizes)):
+            _replay_task(token, ring, sizes, task, scratch)
+    return fault
+
+
+@inlined
+def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
+    row = task % sizes.rows
+    slot = pointer(token.slots, INT64)[row]
+    if slot < 0:
+        return
+    own = _split(own_scratch(scratch, sizes), sizes)
+    state, dt, A = pointer(token.state, FLOAT32), pointer(token.dt, FLOAT32), pointer(token.A, FLOAT32)
+    first = task // sizes.rows * sizes.heads_per_task
+    for head in range(first, min(first + sizes.heads_per_task, sizes.heads)):
+        at, share = row * sizes.heads + head, sizes.heads // sizes.groups
+        if head == first or head % share == 0:
+            at_group = (row * sizes.groups + head // share) * sizes.N
+            widen(own.B, token.B, at_group, sizes.N, ONE, sizes.narrow)
+            widen(own.C, token.C, at_group, sizes.N, ONE, sizes.narrow)
+        decay = exp(splat(A[head] * dt[at]))
+        widen(own.x, token.x, at * sizes.P, sizes.P, dt[at], sizes.narrow)
+        start = (slot * sizes.heads + head) * sizes.P * sizes.N
+        for p in range(sizes.P):
+            own.y[p] = _step_row(state, start + p * sizes.N, sizes.N, decay, splat(own.x[p]), own.B, own.C)
+        _finish(token, sizes, at, head, own.y)
+
+
+@inlined
+def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, task: int, scratch: Any) -> None:
+    row = task % sizes.rows
+    slot = pointer(token.slots, INT64)[row]
+    if slot < 0:
+        return
+    own = _split(own_scratch(scratch, sizes), sizes)
+    length = int(pointer(ring.cursor, INT32)[slot])
+    oldest = int(pointer(ring.origin, INT32)[slot]) % sizes.capacity
+    flush = length == sizes.interval_length - 1
+    first = task // sizes.rows * sizes.heads_per_task
+    for head in range(first, min(first + sizes.heads_per_task, sizes.heads)):
+        share = sizes.heads // sizes.groups
+        at, at_slot = row * sizes.heads + head, slot * sizes.heads + head
+        place = Place(head, head // share, row, slot, at, at_slot, length, oldest)
+        if head == first or head % share == 0:
+            _gather(token, ring, sizes, own, place)
+            if not flush and head % share == 0:
+                _append_B(token, ring, sizes, place)
+        decay = _weigh(token, ring, sizes, own, place)
+        if flush:
+            _fold_head(token, ring, sizes, own, place, decay)
+        else:
+            _read_head(token, ring, sizes, own, place, decay)
+        _finish(token, sizes, at, head, own.y)
+    if flush and first == 0:
+        pointer(ring.flushes, INT64)[slot] += 1
+
+
+@inlined
+def _split(own: Any, sizes: Sizes) -> _Scratch:
+    x = advance(own, sizes.interval_length * sizes.n_padded)
+    BC = advance(x, sizes.interval_length * sizes.p_padded)
+    w = advance(BC, sizes.tokens_padded)
+    C = advance(w, sizes.tokens_padded)
+    E = advance(C, sizes.n_padded)
+    return _Scratch(own, x, BC, w, C, E, advance(E, sizes.n_padded))
+
+
+# One group, one head -------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _gather(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
+    """C of a group, B of its ring, oldest first, and of the token, and their products with C."""
+    N, at = sizes.N, (place.row * sizes.groups + place.group) * sizes.N
+    widen(own.C, token.C, at, N, ONE, sizes.narrow)
+    for j in range(place.length):
+        index = entry(place.slot * sizes.groups + place.group, j, place.oldest, sizes.capacity)
+        widen(advance(own.B, j * sizes.n_padded), ring.B, index * N, N, ONE, sizes.narrow)
+    widen(advance(own.B, place.length * sizes.n_padded), token.B, at, N, ONE, sizes.narrow)
+    for j in range(place.length + 1):
+        own.BC[j] = dot(advance(own.B, j * sizes.n_padded), own.C, N)
+
+
+@inlined
+def _append_B(token: _Token, ring: _Ring, sizes: Sizes, place: Place) -> None:
+    last = entry(place.slot * sizes.groups + place.group, place.length, place.oldest, sizes.capacity)
+    copy(ring.B, last * sizes.N, token.B, (place.row * sizes.groups + place.group) * sizes.N, sizes.N, sizes.narrow)
+
+
+@inlined
+def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> Any:
+    """Weights dt_j exp(A (c - c_j)) of ring and token; returns the checkpoint's decay exp(A c) in all lanes."""
+    A, dt = pointer(token.A, FLOAT32)[place.head], pointer(token.dt, FLOAT32)[place.at]
+    ring_dt, since = pointer(ring.dt, FLOAT32), dt
+    own.w[place.length] = FLOAT32
+    for j in range(place.length - 1, -1, -1):
+        own.w[j] = A * since
+        since += ring_dt[entry(place.at_slot, j, place.oldest, sizes.capacity)]
+    for j in range(0, place.length + 1, WIDTH):
+        store(own.w, j, exp(load(own.w, j)))
+    own.w[place.length] *= dt
+    for j in range(place.length):
+        own.w[j] *= ring_dt[entry(place.at_slot, j, place.oldest, sizes.capacity)]
+    return exp(splat(A * since))
+
+
+@inlined
+def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: Any) -> None:
+    """Output from checkpoint, ring and token, then append the token."""
+    P, state, start = sizes.P, pointer(token.state, FLOAT32), place.at_slot * sizes.P * sizes.N
+    for p in range(P):
+        if p < place.length:
+            _prefetch_entry(ring, sizes, place, p)
+        own.y[p] = _read_row(state, start + p * sizes.N, sizes.N, own.C)
+    for p in range(0, P, WIDTH):
+        y = mul(decay, load(own.y, p))
+        for j in range(place.length):
+            at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity) * P + p
+            y = fma(splat(own.w[j] * own.BC[j]), load_input(ring.x, at_ring, P - p, sizes.narrow), y)
+        weight = splat(own.w[place.length] * own.BC[place.length])
+        y = fma(weight, load_input(token.x, place.at * P + p, P - p, sizes.narrow), y)
+        store(own.y, p, y)
+    last = entry(place.at_slot, place.length, place.oldest, sizes.capacity)
+    copy(ring.x, last * P, token.x, place.at * P, P, sizes.narrow)
+    pointer(ring.dt, FLOAT32)[last] = pointer(token.dt, FLOAT32)[place.at]
+
+
+@inlined
+def _prefetch_entry(ring: _Ring, sizes: Sizes, place: Place, j: int) -> None:
+    """Ask for x of ring token j, and once for the next head's dt."""
+    size = sizes.P * (4 - 2 * sizes.narrow)
+    prefetch_span(ring.x + entry(place.at_slot, j, place.oldest, sizes.capacity) * size, size)
+    if j == 0:
+        prefetch(ring.dt + 4 * (place.at_slot + 1) * sizes.capacity)
+
+
+@inlined
+def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: Any) -> None:
+    """Fold ring and token into the checkpoint, in one pass that also gives the output."""
+    P, tokens = sizes.P, place.length + 1
+    for j in range(place.length):
+        at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity) * P
+        widen(advance(own.x, j * sizes.p_padded), ring.x, at_ring, P, own.w[j], sizes.narrow)
+    x = advance(own.x, place.length * sizes.p_padded)
+    widen(x, token.x, place.at * P, P, own.w[place.length], sizes.narrow)
+    state, start = pointer(token.state, FLOAT32), place.at_slot * P * sizes.N
+    for n in range(0, sizes.n_padded, WIDTH):
+        store(own.E, n, decay)
+    for p in range(0, P, 2):
+        q = min(p + 1, P - 1)
+        x_p, x_q = advance(own.x, p), advance(own.x, q)
+        state_p, state_q = advance(state, start + p * sizes.N), advance(state, start + q * sizes.N)
+        own.y[p], own.y[q], _, _ = fold_rows(state_p, state_q, x_p, x_q, sizes, tokens, own.E, own.B, own.C, own.C)
+
+
+@inlined
+def _finish(token: _Token, sizes: Sizes, at: int, head: int, y: Any) -> None:
+    """Skip connection, gate and the one rounding of a head's output."""
+    D = pointer(token.D, FLOAT32)[head] if token.D != 0 else FLOAT32
+    for p in range(0, sizes.P, WIDTH):
+        count, start = sizes.P - p, at * sizes.P + p
+        value = load(y, p)
+        if token.D != 0:
+            value = fma(splat(D), load_input(token.x, start, count, sizes.narrow), value)
+        if token.z != 0:
+            z = load_input(token.z, start, count, sizes.narrow)
+            value = mul(value, div(z, add(splat(ONE), exp(mul(splat(-ONE), z)))))
+        store_input(token.out, start, count, value, sizes.narrow)
+
+
+# Rows of the state ---------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _step_row(state: Any, at: int, N: int, decay: Any, x: Any, B: Any, C: Any) -> float:
+    """s <- decay s + x B for one row; returns s . C."""
+    y, whole = splat(FLOAT32), N // WIDTH * WIDTH
+    for n in range(0, whole, WIDTH):
+        s = fma(load(state, at + n), decay, mul(load(B, n), x))
+        store(state, at + n, s)
+        y = fma(s, load(C, n), y)
+    if whole < N:
+        s = fma(load_part(state, at + whole, N - whole), decay, mul(load(B, whole), x))
+        store_part(state, at + whole, N - whole, s)
+        y = fma(s, load(C, whole), y)
+    return total(y)
+
+
+@inlined
+def _read_row(state: Any, at: int, N: int, C: Any) -> float:
+    """s . C."""
+    y, whole = splat(FLOAT32), N // WIDTH * WIDTH
+    for n in range(0, whole, WIDTH):
+        y = fma(load(state, at + n), load(C, n), y)
+    if whole < N:
+        y = fma(load_part(state, at + whole, N - whole), load(C, whole), y)
+    return total(y)
