@@ -49,7 +49,7 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
     facets = _facets(ours, failed) or [("", key) for key in _curve_models(paper)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
     legend = _legend(ours, looks, published_curves=True, failed=len(failed) > 0)
-    figure, axes = style.panels(len(facets), legend)
+    figure, axes = style.panels(_rows(facets), legend)
     values: list[float] = []
     for ax, (device, model) in zip(axes, facets, strict=True):
         rows, lost = _of(ours, device, model), _of(failed, device, model)
@@ -57,7 +57,8 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
         values += _draw_published(ax, paper, model, batches)
         values += _draw_measured(ax, rows, lost, "batch_size", looks)
         if device and 1 not in {*rows["batch_size"], *lost["batch_size"]}:
-            ax.annotate("batch 1\nnot run", (0, 0.03), xycoords=ax.get_xaxis_transform(), **style.SMALL)
+            place = {"xycoords": ax.get_xaxis_transform()} | style.SMALL | {"ha": "left"}
+            ax.annotate("batch 1\nnot run", (-0.3, 0.03), **place)
         style.doubling_axis(ax, sorted(batches), "batch size")
         style.heading(ax, _title(model, paper), _subtitle(rows, device, f"L = {length}") or "published only")
     _finish_speedups(axes, values)
@@ -65,19 +66,21 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
 
 
 def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Achieved bandwidth of each arm beside what the roof allows it, one panel a model and device."""
+    """Achieved bandwidth of each arm beside what the roof allows it; of its flush phases the slower is shown."""
     length = _common(roofs, "interval_length", PAPER_INTERVAL)
     lost = failures[failures["interval_length"] == length].drop_duplicates(["device", "model", "batch_size", "arm"])
-    rows = pd.concat([roofs[roofs["interval_length"] == length], lost]).dropna(subset=["batch_size"])
+    shown = roofs[roofs["interval_length"] == length].sort_values("share", kind="stable")
+    shown = shown.drop_duplicates(["device", "model", "batch_size", "arm", "state", "inputs", "threads"])
+    rows = pd.concat([shown, lost]).dropna(subset=["batch_size"])
     facets, looks = _facets(rows[rows["share"].notna()]), style.arm_look(list(rows["arm"]))
-    longest = max(len(_of(rows, *f)) + _of(rows, *f)["batch_size"].nunique() for f in facets)
     arms = sorted(looks, key=lambda a: (a.split("/")[0], a))
     legend = [Line2D([], [], ls="", label=arm, **looks[arm]) for arm in arms]
     legend.append(Line2D([], [], ls="", marker="|", ms=10, mew=2, color=style.INK, label="roof of the arm"))
     legend.append(Line2D([], [], ls="--", lw=1, color=style.MUTED, label="measured bandwidth"))
     if rows["share"].isna().any():
         legend.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
-    figure, axes = style.panels(len(facets), legend, height=max(2.0, 0.19 * longest + 1.3))
+    heights = [max(1.6, 0.18 * n + 0.9) for n in _lines_by_row(rows, facets)]
+    figure, axes = style.panels(_rows(facets), legend, heights)
     for ax, (device, model) in zip(axes, facets, strict=True):
         part = _of(rows, device, model)
         _draw_bandwidths(ax, part, looks)
@@ -91,7 +94,7 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     facets, looks = _facets(speedups), style.arm_look(list(speedups["arm"]))
     failed = failures[failures["arm"].isin(list(looks))]
     legend = _legend(speedups, looks, published_curves=False, failed=len(failed) > 0)
-    figure, axes = style.panels(len(facets), legend)
+    figure, axes = style.panels(_rows(facets), legend)
     values: list[float] = []
     for ax, (device, model) in zip(axes, facets, strict=True):
         rows, lost = _of(speedups, device, model), _of(failed, device, model)
@@ -153,10 +156,10 @@ def _draw_published(ax: Axes, paper: pd.DataFrame, model: str, batches: set[int]
         batches |= {int(b) for b in part["batch_size"]}
         where = [math.log2(b) for b in part["batch_size"]]
         ax.plot(where, part["value"], ls="--", lw=1.2, marker="D", mfc="white", color=style.MUTED, zorder=2)
-        second = min(1, len(where) - 1)  # where the curve is steep, so that a label to its right is free
+        second = min(1, len(where) - 1)  # where the curve is steep, so that a label above its left is free
         spot = (where[second], float(part["value"].iloc[second]))
-        place = {"textcoords": "offset points", "va": "top"} | style.SMALL | {"ha": "left"}
-        ax.annotate(f"published, {card}", spot, (6, -4), **place)
+        place = {"textcoords": "offset points", "va": "bottom"} | style.SMALL | {"ha": "right"}
+        ax.annotate(f"published, {card}", spot, (-5, 3), **place)
         values += list(part["value"])
     return values
 
@@ -195,7 +198,7 @@ def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, st
         for row in rows.itertuples():
             if pd.isna(row.share):
                 ax.plot(0, y, ls="", marker="X", ms=7, color=looks[row.arm]["color"], clip_on=False, zorder=5)
-                ax.text(0.02 * right, y, row.status, va="center", fontsize=7, color=style.FAILED)
+                ax.text(0.035 * right, y, row.status, va="center", fontsize=7, color=style.FAILED)
                 y -= 1
                 continue
             low, high = (row.gb_per_s * bound / row.share for bound in (row.low, row.high))
@@ -203,8 +206,7 @@ def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, st
             ax.plot(row.roof_gb_per_s, y, ls="", marker="|", ms=9, mew=2, color=style.INK, zorder=3)
             bars = [[row.gb_per_s - low], [high - row.gb_per_s]]
             ax.errorbar(row.gb_per_s, y, xerr=bars, ls="", capsize=2.5, elinewidth=1.3, zorder=4, **looks[row.arm])
-            phase = " staggered" if row.phase == "staggered" else ""
-            ax.text(1.04 * right, y, f"{100 * row.share:.0f} %{phase}", va="center", fontsize=7, color=style.INK)
+            ax.text(1.04 * right, y, f"{100 * row.share:.0f} %", va="center", fontsize=7, color=style.INK)
             y -= 1
         y -= 0.8
     rates = {label: part[f"{name}_gb_per_s"].mean() for name, label in (("read", "read"), ("rmw", "update"))}
@@ -266,6 +268,23 @@ def _facets(*frames: pd.DataFrame) -> list[tuple[str, str]]:
     pairs = pairs.drop_duplicates(["device", "model"])
     rows = sorted(pairs.itertuples(index=False), key=lambda r: (r.device, order.get(r.family, len(order)), r.model))
     return [(r.device, r.model) for r in rows]
+
+
+def _rows(facets: list[tuple[str, str]]) -> list[int]:
+    """Panels by row: at most three, and each device begins a row."""
+    counts: list[int] = []
+    for index, (device, _) in enumerate(facets):
+        if index == 0 or device != facets[index - 1][0] or counts[-1] == 3:
+            counts.append(0)
+        counts[-1] += 1
+    return counts
+
+
+def _lines_by_row(frame: pd.DataFrame, facets: list[tuple[str, str]]) -> list[int]:
+    """Lines that the fullest panel of each row has to hold, gaps between batch sizes included."""
+    lines = [len(part) + part["batch_size"].nunique() for part in (_of(frame, *facet) for facet in facets)]
+    ends = np.cumsum(_rows(facets))
+    return [max(lines[end - count : end]) for end, count in zip(ends, _rows(facets), strict=True)]
 
 
 def _of(frame: pd.DataFrame, device: str, model: str) -> pd.DataFrame:

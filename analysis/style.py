@@ -24,7 +24,7 @@ INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 FAILED = "#B22222"
-PANEL, MIN_WIDTH, LEGEND_COLUMNS = (3.35, 2.75), 7.4, 4
+PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
 SMALL: dict[str, Any] = {"ha": "center", "fontsize": 7, "color": MUTED}
 SERIES_FIELDS = ("state", "inputs", "phase", "threads")
 
@@ -60,33 +60,37 @@ RC = {
 def arm_look(arms: Sequence[str]) -> dict[str, dict[str, str]]:
     """Colour and marker by arm; the same arm looks the same wherever the same arms appear."""
     ordered = sorted(set(arms), key=lambda a: (not a.startswith("replay/"), a))
+    count = len(COLOURS)  # after a round of colours the markers move on by one, so that no pair comes twice
     return {
-        arm: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]} for i, arm in enumerate(ordered)
+        a: {"color": COLOURS[i % count], "marker": MARKERS[(i + i // count) % count]} for i, a in enumerate(ordered)
     }
 
 
 def panels(
-    count: int, legend: Sequence[Artist], height: float = PANEL[1], columns: int = 3
+    rows: Sequence[int], legend: Sequence[Artist], heights: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels in rows of ``columns`` and one legend below; spare panels of a row are hidden."""
-    columns = max(1, min(columns, count))
-    rows, lines = max(1, math.ceil(count / columns)), math.ceil(len(legend) / LEGEND_COLUMNS)
-    foot = 0.62 + 0.18 * lines
-    size = (max(PANEL[0] * columns, MIN_WIDTH), height * rows + foot)
-    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False)
-    figure.subplots_adjust(
+    """A figure with ``rows[i]`` panels in row i, ``heights[i]`` inches high, and one legend below all of them."""
+    heights = list(heights or [PANEL[1]] * len(rows))
+    width = max(PANEL[0] * max(rows), MIN_WIDTH)
+    columns = int(width // LEGEND_COLUMN)
+    foot, gap = 0.62 + 0.18 * math.ceil(len(legend) / columns), 0.95
+    size = (width, sum(heights) + foot)
+    inner = [h - gap for h in heights]
+    figure = plt.figure(figsize=size)
+    grid = figure.add_gridspec(
+        len(rows),
+        max(rows),
         left=0.62 / size[0],
         right=1 - 0.15 / size[0],
         top=1 - 0.5 / size[1],
         bottom=foot / size[1],
         wspace=0.2,
-        hspace=0.95 / height,
+        hspace=gap / (sum(inner) / len(inner)),
+        height_ratios=inner,
     )
-    figure.legend(handles=list(legend), loc="lower center", ncols=LEGEND_COLUMNS, fontsize=7.5, handlelength=2.4)
-    axes = list(grid.flat)
-    for spare in axes[count:]:
-        spare.set_visible(False)
-    return figure, axes[:count]
+    axes = [figure.add_subplot(grid[i, j]) for i, count in enumerate(rows) for j in range(count)]
+    figure.legend(handles=list(legend), loc="lower center", ncols=columns, fontsize=7.5, handlelength=2.4)
+    return figure, axes
 
 
 def heading(ax: Axes, title: str, subtitle: str) -> None:

@@ -92,7 +92,7 @@ def group(
     """
     of = case() if of is None else of
     text = json.dumps(of, sort_keys=True)
-    name = name or hashlib.sha256(f"{text}{replicate}{seed}{started}".encode()).hexdigest()[:12]
+    name = name or hashlib.sha256(f"{text}{replicate}{seed}{started}{sorted(arms)}".encode()).hexdigest()[:12]
     random = np.random.default_rng(int(hashlib.sha256(f"{name}{seed}".encode()).hexdigest()[:12], 16))
     rounds, length = of["timing"]["rounds"], of["interval_length"]
     steps = length * COPIES
