@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -112,6 +113,21 @@ def loaded_modules(statement: str) -> set[str]:
     code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_every_imported_package_is_a_requirement() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    modules = {
+        name.split(".")[0]
+        for folder in ("replayssm", "experiments", "analysis")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imported_names(path, ROOT)
+    }
+    foreign = modules - set(sys.stdlib_module_names) - {"replayssm", "experiments", "analysis"}
+    imported = {canonicalize_name(distributions.get(module, [module])[0]) for module in foreign}
+    declared = {canonicalize_name(r.name) for r in requirements(*PROJECT["optional-dependencies"])}
+    assert {"torch", "numba", "hydra-core"} <= imported
+    assert imported <= declared
 
 
 def test_the_record_needs_only_the_standard_library() -> None:
