@@ -50,7 +50,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results/local", help="where tables, figures, report go")
     arguments = parser.parse_args()
     console = Console()
-    failures = measure(arguments.records, console)
+    try:
+        failures = measure(arguments.records, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing recorded is lost, the same command goes on from here")
+        return 130
     from analysis.__main__ import main as rebuild
 
     code = rebuild(["--records", str(arguments.records), "--out", str(arguments.out)])
@@ -68,7 +72,7 @@ def measure(folder: Path, console: Console) -> int:
     console.print(f"kernel experiment: {total} runs, {total - pending} recorded already in {folder}")
     failures = 0
     columns = (
-        TextColumn("{task.description}", table_column=None),
+        TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

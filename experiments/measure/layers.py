@@ -10,6 +10,7 @@ With staggered phases row r starts with r mod L tokens in its ring, put there by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,17 +28,16 @@ class Tokens:
     """The inputs of a case: L tokens for the whole batch, used in turn; the same for all arms."""
 
     def __init__(self, case: Case) -> None:
-        self.tokens = make_inputs(
-            case.geometry, case.batch_size, case.interval_length, dtype=DTYPES[case.precision.inputs], seed=case.seed
-        )
+        self.tokens = _drawn_tokens(case)
 
     def at(self, passes: int, copy: int) -> Any:
         """What ``copy`` gets at pass ``passes``, which may be negative (before the first cycle)."""
         return self.tokens[(passes + copy) % len(self.tokens)]
 
 
+@functools.lru_cache(maxsize=1)
 def initial_state(case: Case, copies: int) -> Tensor:
-    """``[copies,B,H,P,N]``: rows of one drawn state, shifted by one row a copy."""
+    """``[copies,B,H,P,N]``: rows of one drawn state, shifted by one row a copy. Shared by the arms: not to be changed."""
     drawn = make_state(case.geometry, case.batch_size, dtype=DTYPES[case.precision.state], seed=case.seed + 1)
     return torch.stack([drawn.roll(copy, dims=0) for copy in range(copies)])
 
@@ -55,7 +55,7 @@ class StoredLayers:
 
     def __init__(self, case: Case, copies: int, step: Step) -> None:
         self.case, self.copies, self.tokens = case, copies, Tokens(case)
-        self.state = initial_state(case, copies)
+        self.state = initial_state(case, copies).clone()
         self.out = _outputs(case, copies)
         self._slots = torch.arange(case.batch_size)
         self._step = step
@@ -144,6 +144,12 @@ class ReplayLayers:
     def ring_rows(self, copy: int, rows: Tensor) -> dict[str, Tensor]:
         """Copies of the ring tensors of some rows, as they lie in memory."""
         return {name: tensor[copy, rows].clone() for name, tensor in self.cache.ring.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn_tokens(case: Case) -> list[Any]:
+    dtype = DTYPES[case.precision.inputs]
+    return make_inputs(case.geometry, case.batch_size, case.interval_length, dtype=dtype, seed=case.seed)
 
 
 def _outputs(case: Case, copies: int) -> Tensor:
