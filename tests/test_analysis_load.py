@@ -78,8 +78,14 @@ def test_a_cache_that_is_larger_or_unknown_anywhere_is_refused(tmp_path, changes
 
 def test_a_lower_cold_factor_in_the_case_does_not_lower_the_gate(tmp_path):
     of = case(timing={**case()["timing"], "cold_factor": 2.0})
-    evidence = load([write(tmp_path, edit(group(of), timing_used={"rotated_bytes": 3 * CACHE_BYTES}))])
+    evidence = load([write(tmp_path, edit(group(of), timing_used={"rotated_bytes": int(4.9 * CACHE_BYTES)}))])
     assert {g for g, _ in reasons(evidence)} == {"cold state"}
+
+
+@pytest.mark.parametrize("steps", [8 * COPIES, 16 * COPIES + 16, 16 * (COPIES - 1)])
+def test_a_sample_that_is_no_whole_cycle_of_every_copy_is_refused(tmp_path, steps):
+    evidence = load([write(tmp_path, edit(group(), layer_steps_per_sample=steps))])
+    assert {g for g, _ in reasons(evidence)} == {"whole cycles"}
 
 
 def test_a_sample_of_another_interval_length_is_refused(tmp_path):
@@ -259,6 +265,11 @@ def test_the_order_of_files_and_lines_does_not_matter(tmp_path):
     two = load([write(tmp_path / "b", flat[-2::-2], name="a")])
     assert [r.id for r in one.records] == [r.id for r in two.records]
     assert len(one.records) == 16
+
+
+def test_records_come_by_batch_size_whenever_they_were_made(tmp_path):
+    groups = [group(case(batch=b), started=f"2026-11-29T1{hour}:00:00Z") for hour, b in enumerate((64, 1, 8))]
+    assert list(load([write(tmp_path, *groups)]).frame["batch_size"].unique()) == [1, 8, 64]
 
 
 def test_every_gate_that_is_used_is_explained(tmp_path):

@@ -13,6 +13,7 @@ from analysis.stats import (
     AMBIGUOUS,
     FASTER,
     SLOWER,
+    Interval,
     aa_fault,
     aa_log_ratio,
     bootstrap,
@@ -97,6 +98,11 @@ def test_verdict_needs_an_effect_above_the_aa_noise_and_enough_rounds():
     assert verdict(interval, aa_noise=0.01) == FASTER
     assert verdict(interval, aa_noise=math.log(1.3)) == AMBIGUOUS
     assert verdict(replace(interval, rounds=4), aa_noise=0.01) == AMBIGUOUS
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.01, 0.3), (-0.3, 0.01)])
+def test_verdict_needs_an_interval_that_excludes_one(low, high):
+    assert verdict(Interval((low + high) / 2, low, high, 3, 60), aa_noise=0.01) == AMBIGUOUS
 
 
 def test_few_noisy_rounds_of_equal_arms_are_rarely_given_a_verdict():
