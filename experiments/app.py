@@ -5,7 +5,8 @@
 
 Everything that a person can get wrong is found before the first job runs: the command line is parsed and every job of
 it, of a whole sweep too, is composed and checked here, and only then Hydra is let loose. A refusal is one line on
-stderr and exit code 2. An exception out of the task is a bug of ours and keeps its traceback.
+stderr and exit code 2, Ctrl-C one line and exit code 130. An exception out of the task is a bug of ours and keeps its
+traceback.
 
 Caveats. Nothing heavy may be imported before ``run`` has called the task: ``task`` imports what it needs itself. A
 launcher that runs jobs in other processes (Slurm, Ray) returns no exit codes; look at the records then.
@@ -51,14 +52,18 @@ Task = Callable[[Config], int | None]
 
 
 def run(config_name: str, task: Task, check: Callable[[Config], object] = case_from_config) -> NoReturn:
-    """Run ``task`` on every job of the command line and exit: 0, the first nonzero value that it returned, or 2 after a
-    refusal. ``check`` raises ``ConfigError`` on a config that cannot be run; the task never sees such a one."""
+    """Run ``task`` on every job of the command line and exit: 0, the first nonzero value that it returned, 2 after a
+    refusal, 130 after Ctrl-C. ``check`` raises ``ConfigError`` on a config that cannot be run, which no task gets.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting by itself
     try:
         code = _run(config_name, task, check)
     except ConfigError as error:
         print(error, file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("interrupted; what is recorded stays, and the same command goes on from there", file=sys.stderr)
+        code = 130
     sys.exit(code)
 
 

@@ -40,7 +40,7 @@ def main(config: dict[str, Any]) -> int:
     for replicate, cases in waiting:
         watcher = runner.Watcher(done=lambda case, replicate, outcome: print(outcome_lines(case, replicate, outcome)))
         outcomes = runner.run(replicate, cases, arms, folder, tuple(sys.argv), watcher)
-        failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, _ in o.values())
+        failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, *_ in o.values())
         worst = max(worst, int(failed))
     return worst
 
