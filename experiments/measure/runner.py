@@ -11,14 +11,16 @@ import dataclasses
 import json
 import math
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from experiments.case import Case
 from experiments.measure.assemble import Group, resume_keys
@@ -30,6 +32,10 @@ Outcome = dict[str, tuple[str, str, float | None]]
 """By arm: status, message, median nanoseconds of a layer step."""
 FALLBACK_CACHE_BYTES = 64 << 20
 """Taken for the last-level cache where the system does not tell its size; larger than any laptop's."""
+GRACE_S = 1.0
+"""Time a worker gets to end by itself: more than appending a group takes, so that none is cut short."""
+Events = queue.Queue[dict[str, Any] | None]
+"""What a worker reported, in order; None when it has ended."""
 
 
 @dataclass
@@ -87,39 +93,58 @@ def _one_process(
         start_new_session=True,
     )
     assert worker.stdin is not None
+    assert worker.stdout is not None
     outcomes: list[Outcome] = []
     try:
-        worker.stdin.write(json.dumps(job).encode() + b"\n")
-        worker.stdin.flush()
+        events = _follow(worker.stdout)
+        with contextlib.suppress(BrokenPipeError):  # a worker that is gone already is found out below
+            worker.stdin.write(json.dumps(job).encode() + b"\n")
+            worker.stdin.flush()
         for case in cases:
             group = Group(case, arms, replicate, argv)
             watcher.started(case, replicate)
-            outcome, failure = _await(worker, case.timing.timeout_s)
+            outcome, failure = _await(worker, events, case.timing.timeout_s)
             if failure:
                 Journal(folder, case.experiment).append(group.failures(*failure))
                 outcome = dict.fromkeys(arms, (*failure, None))
             outcomes.append(outcome)
             watcher.done(case, replicate, outcome)
-            if failure:
+            if worker.returncode is not None:
                 break
     finally:
         _end(worker)
     return outcomes
 
 
-def _await(worker: subprocess.Popen[bytes], timeout_s: float) -> tuple[Outcome, tuple[str, str] | None]:
-    """Wait for the current case's end: its outcome, or the status and message of what ended it."""
-    assert worker.stdout is not None
+def _follow(stdout: IO[bytes]) -> Events:
+    """Read a worker's events as they come, in a thread, so that waiting for the next one can have a limit."""
+    events: Events = queue.Queue()
+
+    def read() -> None:
+        with stdout:
+            for line in stdout:
+                events.put(json.loads(line))
+        events.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return events
+
+
+def _await(worker: subprocess.Popen[bytes], events: Events, timeout_s: float) -> tuple[Outcome, tuple[str, str] | None]:
+    """Wait for the current case's end: its outcome, or the status and message of what ended it and its worker."""
     deadline = time.monotonic() + timeout_s
     while True:
-        ready, _, _ = select.select([worker.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        try:
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            _end(worker)
+            # It may have recorded the case while it was being ended; a second record would contradict the first.
+            late = [event["outcome"] for event in iter(events.get, None) if event["event"] == "done"]
+            if late:
+                return late[0], None
             return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped")
-        line = worker.stdout.readline()
-        if not line:
-            code = worker.wait()
-            return {}, ("error", f"its process ended with {_exit_name(code)}")
-        event = json.loads(line)
+        if event is None:
+            return {}, ("error", f"its process ended with {_exit_name(worker.wait())}")
         if event["event"] == "done":
             return event["outcome"], None
 
@@ -132,12 +157,12 @@ def _exit_name(code: int) -> str:
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Leave nothing running: closing its input ends a worker, killing it makes sure."""
+    """Leave nothing running: closing its input ends a worker between two groups, killing it makes sure."""
     assert worker.stdin is not None
-    assert worker.stdout is not None
     with contextlib.suppress(OSError):
         worker.stdin.close()
-    if worker.poll() is None:
+    try:
+        worker.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
         worker.kill()
-    worker.wait()
-    worker.stdout.close()
+        worker.wait()
