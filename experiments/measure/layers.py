@@ -37,7 +37,7 @@ class Tokens:
 
 @functools.lru_cache(maxsize=1)
 def initial_state(case: Case, copies: int) -> Tensor:
-    """``[copies,B,H,P,N]``: rows of one drawn state, shifted by one row a copy. Shared by the arms: not to be changed."""
+    """``[copies,B,H,P,N]``: rows of one drawn state, shifted by one a copy. Shared by the arms: not to be changed."""
     drawn = make_state(case.geometry, case.batch_size, dtype=DTYPES[case.precision.state], seed=case.seed + 1)
     return torch.stack([drawn.roll(copy, dims=0) for copy in range(copies)])
 

@@ -27,7 +27,7 @@ from experiments.measure.journal import Journal
 from experiments.measure.record import Correctness, Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of
 from experiments.measure.sources import arm_file
-from experiments.measure.timing import interleave, warm_up
+from experiments.measure.timing import Samples, interleave, warm_up
 from replayssm.kernels.cpu import bandwidth
 from replayssm.layout import format_of
 
@@ -144,7 +144,8 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
     participants = {name: (lambda arm=arm: arm.run(cycles)) for name, arm in standing.items()}
     buffer = torch.ones(buffer_bytes // 4)
     probes = bandwidth.candidates()
-    participants |= {f"probe {name}": (lambda probe=probe: probe.run(buffer)) for name, probe in probes.items()}
+    participants |= {f"probe {name}": (lambda run=run: run(buffer)) for name, (_, run, _) in probes.items()}
+    moved = {name: run(buffer) for name, (_, run, _) in probes.items()}
     warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance)
     again = _fastest_stored(list(standing), warmed.last_ns)
     participants[f"{again} again"] = participants[again]
@@ -153,8 +154,8 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
         "samples": {name: samples.elapsed_ns[name] for name in standing},
         "again": {again: samples.elapsed_ns[f"{again} again"]},
         "bandwidth": {
-            kind: _fastest_probe({name: probe for name, probe in probes.items() if probe.kind == kind}, samples, buffer)
-            for kind in ("read", "read_modify_write")
+            kind: _fastest_probe({n: moved[n] for n, (of_kind, _, _) in probes.items() if of_kind == kind}, samples)
+            for kind in (bandwidth.READ, bandwidth.READ_MODIFY_WRITE)
         }
         | {"buffer_bytes": buffer_bytes},
         "used": {
@@ -172,10 +173,9 @@ def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
     return min(stored or names, key=lambda name: last_ns[name])
 
 
-def _fastest_probe(probes: dict[str, Any], samples: Any, buffer: Any) -> dict[str, Any]:
-    """Bandwidth of each kernel in each round, and the one of highest median."""
-    moved = {name: probe.bytes_per_element * buffer.numel() for name, probe in probes.items()}
-    rates = {name: [moved[name] / ns * 1e9 for ns in samples.elapsed_ns[f"probe {name}"]] for name in probes}
+def _fastest_probe(moved: dict[str, int], samples: Samples) -> dict[str, Any]:
+    """Bandwidth of each kernel in each round, from the bytes it moves, and the one of highest median."""
+    rates = {name: [moved[name] / ns * 1e9 for ns in samples.elapsed_ns[f"probe {name}"]] for name in moved}
     best = max(rates, key=lambda name: median(rates[name]))
     rounded = {name: [round(rate) for rate in values] for name, values in rates.items()}
     return {"kernel": best, "bytes_per_s": median(rates[best]), "candidates": rounded}
@@ -219,11 +219,14 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with_parent(stdin: TextIO) -> None:
-    """End at once when the watching process closes our input, which the system does for it if it is killed."""
+def _end_with_parent(stdin: TextIO, writing: threading.Lock) -> None:
+    """End when the watching process closes our input, which the system does for it if it is killed: at once, or, when
+    a group is being appended, behind it.
+    """
 
     def wait() -> None:
         stdin.read()
+        writing.acquire()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -231,9 +234,13 @@ def _end_with_parent(stdin: TextIO) -> None:
 
 def main() -> None:
     """Read the job, run its cases, report each."""
-    events, sys.stdout = os.fdopen(os.dup(1), "w", buffering=1), sys.stderr
-    job = json.loads(sys.stdin.readline())
-    _end_with_parent(sys.stdin)
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints is no event
+    line = sys.stdin.readline()
+    if not line:
+        return
+    job, writing = json.loads(line), threading.Lock()
+    _end_with_parent(sys.stdin, writing)
     parent = os.getppid()
     cases = [case_from_dict(data) for data in job["cases"]]
 
@@ -244,9 +251,10 @@ def main() -> None:
         torch.set_num_threads(case.threads)
         numba.set_num_threads(case.threads)
         records = run_group(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
-        if os.getppid() != parent:
-            return
-        journal.append(records)
+        with writing:
+            if os.getppid() != parent:
+                return
+            journal.append(records)
         outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
         print(json.dumps({"event": "done", "case": number, "outcome": outcome}), file=events)
 
