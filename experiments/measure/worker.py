@@ -50,9 +50,20 @@ class Arm:
         self.status, self.message, self.layers = status, " ".join(message.split()), None
 
     def run(self, cycles: int) -> None:
-        for _ in range(cycles):
-            self.layers.cycle()
+        try:
+            for _ in range(cycles):
+                self.layers.cycle()
+        except Exception as error:
+            raise RaisedError(self, error) from error
         self.cycles += cycles
+
+
+class RaisedError(Exception):
+    """An arm raised while it was timed."""
+
+    def __init__(self, arm: Arm, error: Exception) -> None:
+        super().__init__(arm.name)
+        self.arm, self.error = arm, error
 
 
 def run_group(group: Group) -> list[Record]:
@@ -70,7 +81,7 @@ def run_group(group: Group) -> list[Record]:
     for arm in arms:
         _prepare(arm, case, copies)
     _check_before(arms, case, copies)
-    timed = _time(arms, group, copies * copy_bytes) if any(arm.layers for arm in arms) else {}
+    timed = _time_standing(arms, group, copies * copy_bytes)
     _check_after(arms, case, copies)
     used = {
         "copies": copies,
@@ -92,10 +103,8 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
             arm.fail("unsupported", reason)
         else:
             arm.layers = arm.module.prepare(case, copies)
-    except (MemoryError, RuntimeError) as error:
-        arm.fail("oom" if isinstance(error, MemoryError) or "allocate memory" in str(error) else "error", _told(error))
     except Exception as error:
-        arm.fail("error", _told(error))
+        arm.fail(_status(error), _told(error))
 
 
 def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
@@ -127,13 +136,23 @@ def _checked(arm: Arm, check: gates.Check) -> Any:
     try:
         correctness, outputs = check.run(arm.layers, arm.cycles)
     except Exception as error:
-        arm.fail("error", f"{check.moment} timing: {_told(error)}")
+        arm.fail(_status(error), f"{check.moment} timing: {_told(error)}")
         return None
     arm.cycles += 1
     arm.correctness.append(correctness)
     if not correctness.passed:
         arm.fail("incorrect", f"{check.moment} timing: " + "; ".join(correctness.faults()))
     return outputs
+
+
+def _time_standing(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
+    """Time the arms that are right. One that raises is out, and the others are timed anew without it."""
+    while any(arm.layers for arm in arms):
+        try:
+            return _time(arms, group, buffer_bytes)
+        except RaisedError as raised:
+            raised.arm.fail(_status(raised.error), f"while timed: {_told(raised.error)}")
+    return {}
 
 
 def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
@@ -200,8 +219,7 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
         traffic=step.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
         bandwidth=bandwidth,
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024),
+        peak_memory_bytes=_peak_memory_bytes(),
     )
 
 
@@ -213,6 +231,11 @@ def _median_step_ns(record: Record) -> float | None:
 def _peak_memory_bytes() -> int:
     """Of this process since it started; macOS counts in bytes, others in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status(error: Exception) -> str:
+    """PyTorch's CPU allocator raises a plain RuntimeError."""
+    return "oom" if isinstance(error, MemoryError) or "allocate memory" in str(error) else "error"
 
 
 def _told(error: BaseException) -> str:
