@@ -2,13 +2,15 @@
 
 Before and after timing, the state is taken as the arm left it, one more cycle runs through the very calls that are
 timed, and outputs, state, ring, cursor and flush counts are compared with what the protocol and the recurrence give.
-The reference knows nothing of replay: it starts from the checkpoint and steps through the tokens that the row's ring
-should hold, then through the cycle.
+Between flushes a checkpoint must not change at all: an arm that steps its state instead of replaying gives the right
+numbers too, at another price. The passes since the start must be those of whole cycles, for stored arms as well, whose
+state would not show a cycle of another length. The reference knows nothing of replay: it starts from the checkpoint and
+steps through the tokens that the row's ring should hold, then through the cycle.
 
 Budgets come from data: twice the error that an honest float32 version of the stored recurrence makes on the same rows,
 with the same input dtype and one rounding of the output. A few rows of a few copies are compared in float64, drawn anew
 at each check; all rows of all copies must be written (outputs are poisoned with NaN before each pass) and, before
-timing, agree with the first arm.
+timing, agree with the first arm at every pass.
 """
 
 from __future__ import annotations
@@ -57,29 +59,35 @@ class Check:
         self._references: dict[torch.dtype, Cycle] = {}
 
     def run(self, layers: Any, cycles_before: int) -> tuple[Correctness, Tensor]:
-        """Run one cycle of ``layers`` and judge it; also the outputs ``[copies,B,H,P]`` of its last pass.
+        """Run one cycle of ``layers`` and judge it; also its outputs ``[L,copies,B,H,P]``.
 
         ``cycles_before`` is how many cycles have run since the layers were made. Mutates the layers.
         """
         checkpoint = self._rows_of(layers.state)
         truth = self._reference(layers, checkpoint, torch.float64)
         honest = self._reference(layers, checkpoint, torch.float32)
-        outputs, unwritten = [], 0
+        passed, unwritten, rewritten = [], 0, 0
         for passes in range(self.case.interval_length):
+            before = self._rows_of(layers.state)
             layers.out.fill_(torch.nan)
             layers.run_pass(passes)
-            outputs.append(self._rows_of(layers.out))
+            passed.append(layers.out.clone())
             unwritten += int((~layers.out.isfinite()).sum())
+            rewritten += self._rewritten(layers, passes, before)
+        outputs = torch.stack(passed)
+        checked = outputs[:, self.copies[:, None], self.rows]
+        cycles = cycles_before + 1
         comparisons = [
-            _compare("output", torch.stack(outputs), truth.outputs, honest.outputs.to(layers.out.dtype), 2),
+            _compare("output", checked, truth.outputs, honest.outputs.to(layers.out.dtype), 2),
             _exact("output elements not written or not finite", unwritten),
             *self._states(layers, truth, honest),
+            _exact("state elements written between flushes", rewritten),
+            _exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
         ]
         flushes = layers.flushes
         comparisons.append(
             _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min()))
         )
-        cycles = (cycles_before + 1) * layers.flushes_per_cycle
         marked = (layers.state[:, 0, 0, 0, 0] == MARK) if self.moment == "after" else torch.zeros(1)
         correctness = Correctness(
             moment=self.moment,
@@ -88,20 +96,30 @@ class Check:
             copies=tuple(self.copies.tolist()),
             cursor_equal=bool((layers.cursor == self.offsets * layers.flushes_per_cycle).all()),
             flushes_counted=int(flushes.sum()),
-            flushes_expected=cycles * flushes.numel(),
+            flushes_expected=cycles * layers.flushes_per_cycle * flushes.numel(),
             copies_touched=layers.copies - int(marked.sum()),
             copies_expected=layers.copies,
         )
-        return correctness, layers.out.clone()
+        return correctness, outputs
 
     def agreement(self, outputs: Tensor, first: Tensor) -> Comparison:
-        """All rows of all copies against the first arm's, both from the same start: the worst relative difference of
-        a row. Both may differ from the truth by the budget, so the budget here is twice that.
+        """All rows of all copies at all passes, ``[L,copies,B,H,P]``, against the first arm's, both from the same
+        start: the worst relative difference of a row. Both may differ from the truth by the budget, so the budget here
+        is twice that.
         """
         honest, truth = self._references[torch.float32], self._references[torch.float64]
         worst = _relative(honest.outputs.to(first.dtype), truth.outputs, 2).max()
-        error = _relative(outputs, first, 2).nan_to_num(torch.inf).max()
-        return Comparison("output of all rows against the first arm", float(error), 2 * SLACK * float(worst))
+        # Pass by pass, since all of them in float64 would take as much memory as the state.
+        errors = [_relative(*pair, 2).nan_to_num(torch.inf).max() for pair in zip(outputs, first, strict=True)]
+        error = float(torch.stack(errors).max())
+        return Comparison("output of all rows against the first arm", error, 2 * SLACK * float(worst))
+
+    def _rewritten(self, layers: Any, passes: int, before: Tensor) -> int:
+        """Elements of checkpoints ``[C,R,H,P,N]`` that a pass changed in rows that do not flush at it."""
+        if not layers.flushes_per_cycle:
+            return 0
+        kept = (self.offsets[self.rows] + passes) % self.case.interval_length != self.case.interval_length - 1
+        return int((self._rows_of(layers.state) != before)[:, kept].sum())
 
     def _states(self, layers: Any, truth: Cycle, honest: Cycle) -> list[Comparison]:
         """The checkpoint as it was when the row last flushed, and checkpoint plus ring at the end of the cycle."""
