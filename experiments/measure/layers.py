@@ -57,6 +57,7 @@ class StoredLayers:
         self.case, self.copies, self.tokens = case, copies, Tokens(case)
         self.state = initial_state(case, copies).clone()
         self.out = _outputs(case, copies)
+        self.passes = 0
         self._slots = torch.arange(case.batch_size)
         self._step = step
         offsets = phase_offsets(case)
@@ -71,7 +72,8 @@ class StoredLayers:
             self.run_pass(passes)
 
     def run_pass(self, passes: int) -> None:
-        """One token for every copy, then one commit, of which a stored layer has none."""
+        """One token for every copy, then one commit, of which a stored layer has none. Counted in ``passes``."""
+        self.passes += 1
         for copy in range(self.copies):
             self._step(self.out[copy], self.state[copy], self.tokens.at(passes, copy), self._slots)
 
@@ -104,6 +106,7 @@ class ReplayLayers:
             input_dtype=DTYPES[case.precision.inputs],
         )
         self.out = _outputs(case, copies)
+        self.passes = 0
         self._step = step
         self._layers = [self.cache.layer(copy) for copy in range(copies)]
         handles = sorted(self.cache.allocate(case.batch_size), key=lambda slot: slot.index)
@@ -132,7 +135,8 @@ class ReplayLayers:
             self.run_pass(passes)
 
     def run_pass(self, passes: int) -> None:
-        """One token for every copy, then one commit."""
+        """One token for every copy, then one commit. Counted in ``passes``."""
+        self.passes += 1
         self._pass(passes, self._batch)
 
     def _pass(self, passes: int, batch: Any) -> None:
