@@ -100,10 +100,8 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
         rows, lost = _of(speedups, device, model), _of(failed, device, model)
         counts = rows.groupby("batch_size")["interval_length"].nunique()
         batch = max(counts.index, key=lambda b: (counts[b], b))
-        rows, lost = (
-            rows[rows["batch_size"] == batch],
-            lost[lost["batch_size"] == batch].dropna(subset=["interval_length"]),
-        )
+        lost = lost[lost["batch_size"] == batch].dropna(subset=["interval_length"])
+        rows = rows[rows["batch_size"] == batch]
         lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
         values += _draw_traffic(ax, rows, max(lengths))
         values += _draw_measured(ax, rows, lost, "interval_length", looks)
@@ -244,7 +242,7 @@ def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curv
         )
     grey = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
     if published_curves:
-        handles.append(Line2D([], [], label="published, tuned vLLM baseline", **grey))
+        handles.append(Line2D([], [], label="published: fp32, L = 16, tuned vLLM", **grey))
         wide = {"color": style.MUTED, "lw": 5, "alpha": 0.35}
         handles.append(Line2D([], [], label="paper, range over its four models", **wide))
     else:

@@ -54,6 +54,7 @@ RC = {
     "svg.fonttype": "path",
     "savefig.dpi": 160,
     "path.simplify": False,
+    "text.parse_math": False,
 }
 
 

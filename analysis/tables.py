@@ -63,7 +63,7 @@ def shown_columns(frame: pd.DataFrame) -> list[str]:
 
 def text(cell: Any) -> str:
     """A table cell as text; empty for a missing value."""
-    if pd.isna(cell):
+    if cell is None or cell is pd.NA or cell != cell:
         return ""
     return f"{cell:g}" if isinstance(cell, float) and abs(cell) < 1e6 else str(cell)
 
@@ -77,10 +77,15 @@ def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, A
     for r in [*evidence.records, *evidence.failures]:
         packages = ", ".join(f"{k} {v}" for k, v in sorted(r.packages.items()))
         name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or r.code.get("sha") or "")[:12]
-        dirty = {True: "yes", False: "no"}.get(r.code.get("dirty"), "not recorded")
+        dirty = {"True": "yes", "False": "no"}.get(str(r.code.get("dirty")), "not recorded")
         row = rows.setdefault(
             (labels[name], name, sha, dirty, packages),
-            {"device": labels[name], "name": name, "kind": r.device.get("kind"), "cores": r.device.get("cores")}
+            {
+                "device": labels[name],
+                "name": name,
+                "kind": str(r.device.get("kind")),
+                "cores": number(r.device, "cores"),
+            }
             | {"code": sha, "uncommitted": dirty, "packages": packages, "records": 0, "failures": 0}
             | {"memory_gib": _scaled(r.device, "memory_bytes", 2**30)}
             | {"last_level_cache_mib": _scaled(r.device, "last_level_cache_bytes", 2**20)},

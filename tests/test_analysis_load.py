@@ -221,6 +221,8 @@ ODD_FIELDS = [
     ("bandwidth", {"read": 3}),
     ("packages", None),
     ("code", {}),
+    ("code", {"dirty": [], "git_sha": {}}),
+    ("device", {"name": "Odd CPU", "kind": ["cpu"], "cores": [2], "last_level_cache_bytes": "32 MB"}),
     ("replicate", "0"),
     ("arms", [1, 2]),
     ("correctness", []),
@@ -239,8 +241,10 @@ def test_an_odd_field_is_excluded_or_shown_without_a_traceback(tmp_path, field, 
         lines.append(json.dumps(data))
     (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
     evidence = load([tmp_path])
-    assert set(tables.build(evidence)) == {"kernel_speedups", "roofs", "failures", "exclusions", "devices"}
-    shown_without = {"traffic", "bandwidth", "code"}
+    found = tables.build(evidence)
+    assert set(found) == {"kernel_speedups", "roofs", "failures", "exclusions", "devices"}
+    tables.write(found, tmp_path / "tables")
+    shown_without = {"traffic", "bandwidth", "code", "device"}
     assert evidence.exclusions or field in shown_without
 
 
