@@ -107,6 +107,8 @@ def timing_faults(group: Sequence[Record]) -> list[Fault]:
         return [("A/A", "no arm of the group was timed twice")]
     if len({len(r.samples_ns) for r in group}) > 1:
         return [("rounds", "arms of the group have different numbers of rounds")]
+    if any(r.again_samples_ns == r.samples_ns for r in twice):  # two timings never agree to the nanosecond
+        return [("A/A", "the second timing of an arm holds the samples of the first")]
     return [("A/A", fault) for r in twice if (fault := aa_fault(r))]
 
 
@@ -127,10 +129,12 @@ def _cycle_faults(record: Record) -> list[Fault]:
         return [("whole cycles", f"interval length {used} timed, {asked} asked")]
     if not copies or copies < 1:
         return [("whole cycles", f"timing_used.copies={record.timing_used.get('copies')!r} is no count")]
-    if record.layer_steps_per_sample % (asked * copies):
-        return [
-            ("whole cycles", f"{record.layer_steps_per_sample} layer steps a sample, cycle of {asked}, {copies} copies")
-        ]
+    cycles, wanted = (number(m, "cycles_per_sample") for m in (record.timing_used, value(record, "timing")))
+    if not cycles or cycles != wanted:
+        return [("whole cycles", f"{cycles} cycles a sample timed, {wanted} asked")]
+    steps = asked * copies * cycles
+    if record.layer_steps_per_sample != steps:
+        return [("whole cycles", f"{record.layer_steps_per_sample} layer steps a sample counted, {steps} timed")]
     return []
 
 
