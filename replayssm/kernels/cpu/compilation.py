@@ -38,10 +38,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         _config.CACHE_DIR = before
 
 
-def source_hash() -> str:
+def source_hash(folder: Path = Path(__file__).parent) -> str:
     """Hash of all sources that go into a kernel."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
