@@ -112,6 +112,16 @@ def test_a_group_without_aa_is_refused(tmp_path):
     assert {g for g, _ in reasons(evidence)} == {"A/A"}
 
 
+def test_an_aa_that_repeats_its_first_samples_is_refused(tmp_path):
+    records = [replace(r, again_samples_ns=r.samples_ns) if r.again_samples_ns else r for r in group()]
+    assert {g for g, _ in reasons(load([write(tmp_path, records)]))} == {"A/A"}
+
+
+def test_another_number_of_cycles_than_asked_is_refused(tmp_path):
+    changed = edit(group(), timing_used={"cycles_per_sample": 2}, layer_steps_per_sample=2 * 16 * COPIES)
+    assert {g for g, _ in reasons(load([write(tmp_path, changed)]))} == {"whole cycles"}
+
+
 def test_an_incomplete_group_is_refused(tmp_path):
     evidence = load([write(tmp_path, group()[:-1])])
     assert evidence.records == []
