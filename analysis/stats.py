@@ -17,10 +17,10 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import norm, t
 
 from experiments.measure.record import Record
 
@@ -148,20 +148,4 @@ def _tail(units: int) -> float:
     """Probability left on each side: the normal tail at ``sqrt(n / (n - 1)) t``, Student's t with n - 1 degrees."""
     if units < 2:
         return (1 - CONFIDENCE) / 2
-    return NormalDist().cdf(-math.sqrt(units / (units - 1)) * _student_t(units - 1))
-
-
-def _student_t(degrees: int) -> float:
-    """Student's t at the upper end of the 95 % interval; exact for 1 and 2 degrees, else expanded to 1 % or better.
-
-    Expansion in 1/degrees: Abramowitz and Stegun 26.7.5, its first three terms.
-    """
-    p = 1 - (1 - CONFIDENCE) / 2
-    if degrees == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if degrees == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z = NormalDist().inv_cdf(p)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    return float(norm.cdf(math.sqrt(units / (units - 1)) * t.ppf((1 - CONFIDENCE) / 2, units - 1)))
