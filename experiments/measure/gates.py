@@ -63,6 +63,8 @@ class Check:
 
         ``cycles_before`` is how many cycles have run since the layers were made. Mutates the layers.
         """
+        # Before the cycle, which steps every copy itself.
+        untouched = int((layers.state[:, 0, 0, 0, 0] == MARK).sum()) if self.moment == "after" else 0
         checkpoint = self._rows_of(layers.state)
         truth = self._reference(layers, checkpoint, torch.float64)
         honest = self._reference(layers, checkpoint, torch.float32)
@@ -88,7 +90,6 @@ class Check:
         comparisons.append(
             _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min()))
         )
-        marked = (layers.state[:, 0, 0, 0, 0] == MARK) if self.moment == "after" else torch.zeros(1)
         correctness = Correctness(
             moment=self.moment,
             comparisons=tuple(comparisons),
@@ -97,7 +98,7 @@ class Check:
             cursor_equal=bool((layers.cursor == self.offsets * layers.flushes_per_cycle).all()),
             flushes_counted=int(flushes.sum()),
             flushes_expected=cycles * layers.flushes_per_cycle * flushes.numel(),
-            copies_touched=layers.copies - int(marked.sum()),
+            copies_touched=layers.copies - untouched,
             copies_expected=layers.copies,
         )
         return correctness, outputs

@@ -165,10 +165,15 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
     probes = bandwidth.candidates()
     participants |= {f"probe {name}": (lambda run=run: run(buffer)) for name, (_, run, _) in probes.items()}
     moved = {name: run(buffer) for name, (_, run, _) in probes.items()}
+    before = {name: arm.cycles for name, arm in standing.items()}
     warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance)
     again = _fastest_stored(list(standing), warmed.last_ns)
     participants[f"{again} again"] = participants[again]
     samples = interleave(participants, case.timing.rounds, order_seed(case, group.replicate))
+    for name, arm in standing.items():
+        asked = cycles * (warmed.rounds + case.timing.rounds * (2 if name == again else 1))
+        if arm.cycles - before[name] != asked:
+            arm.fail("incorrect", f"{arm.cycles - before[name]} cycles run while timed, {asked} asked")
     return {
         "samples": {name: samples.elapsed_ns[name] for name in standing},
         "again": {again: samples.elapsed_ns[f"{again} again"]},
