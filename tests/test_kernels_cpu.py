@@ -312,14 +312,14 @@ def test_refuses(what: str, message: str) -> None:
 # Lanes, cache of machine code, bandwidth -----------------------------------------------------------------------------
 
 
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", fastmath=compilation.FASTMATH)
 def exp_of(target: int, source: int, count: int) -> None:
     for i in range(0, count, lanes.WIDTH):
         x = lanes.load_input(source, i, count - i, 0)
         lanes.store_input(target, i, count - i, lanes.exp(x), 0)
 
 
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", fastmath=compilation.FASTMATH)
 def narrow(target: int, source: int, count: int) -> None:
     for i in range(0, count, lanes.WIDTH):
         lanes.store_input(target, i, count - i, lanes.load_input(source, i, count - i, 0), 1)

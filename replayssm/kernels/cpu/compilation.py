@@ -21,8 +21,11 @@ FASTMATH = {"reassoc", "contract"}
 
 _njit: Any = numba.njit
 _config: Any = numba.config
-inlined: Any = _njit(fastmath=FASTMATH, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_inside = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inlined: Any = _njit(fastmath=FASTMATH, **_inside)
 """For functions that kernels call; they are compiled into the kernel and cached with it."""
+exactly: Any = _njit(**_inside)
+"""As `inlined`, where the order of operations matters: Numba puts fastmath flags on all operations of a function."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

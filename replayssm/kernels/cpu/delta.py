@@ -30,27 +30,32 @@ from replayssm.kernels.cpu.arguments import (
     tasks_per_row,
 )
 from replayssm.kernels.cpu.compilation import compiled, inlined
-from replayssm.kernels.cpu.fold import fold_rows
+from replayssm.kernels.cpu.fold import fold_piece, fold_two
 from replayssm.kernels.cpu.lanes import (
     FLOAT32,
     INT32,
     INT64,
     ONE,
+    ROW,
     WIDTH,
     add,
     advance,
     copy,
     dot,
+    dot_row,
     exp,
     fma,
     load,
     load_input,
+    load_input_row,
     load_part,
+    load_row,
     mul,
     pointer,
     prefetch,
     prefetch_span,
     splat,
+    splat_row,
     store,
     store_input,
     store_part,
@@ -89,8 +94,8 @@ class _Ring(NamedTuple):
 
 class _Scratch(NamedTuple):
     """A thread's float32 scratch. For each ring token: key (normalised; for KDA decayed too), weighted d, weight w, key
-    times q and k, the same weighted (cq, ck). For a head: q and k normalised, decay E, E q, E k, summed log decay, and
-    the state times q and k.
+    times q and k, the same weighted (cq, ck). For a head: q and k normalised, decay E, E q, E k, summed log decay,
+    state times q and k, and v.
     """
 
     keys: Any
@@ -108,6 +113,7 @@ class _Scratch(NamedTuple):
     since: Any
     sq: Any
     sk: Any
+    v: Any
 
 
 def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, *, channels: bool) -> None:
@@ -136,7 +142,7 @@ def _token(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, layer: Any, c
     rows, HV, V = shape("v", inputs.v, "BHV")
     _, HK, K = shape("k", inputs.k, "BHK")
     dtype = inputs.v.dtype
-    sizes = sizes_of(state, rows, HK, dtype, layer, vectors=(2, 6, 5))
+    sizes = sizes_of(state, rows, HK, dtype, layer, vectors=(3, 6, 5))
     token = _Token(
         out=address("out", out, dtype, (rows, HV, V)),
         state=address("state", state, torch.float32, (sizes.state_slots, HV, V, K)),
@@ -188,7 +194,7 @@ def _stored_task(token: _Token, sizes: Sizes, channels: int, task: int, scratch:
             _normalise(token, sizes, own, row * sizes.groups + head // share)
         _start_decay(token, sizes, channels, own, at)
         _finish_decay(sizes, own)
-        _step_head(token, sizes, own, at, at_slot)
+        _step_head(token, sizes, channels, own, at, at_slot)
 
 
 @inlined
@@ -248,6 +254,7 @@ def _split(own: Any, sizes: Sizes) -> _Scratch:
         advance(q, 5 * sizes.n_padded),
         sq,
         advance(sq, sizes.p_padded),
+        advance(sq, 2 * sizes.p_padded),
     )
 
 
@@ -322,6 +329,17 @@ def _decay_keys(ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
     products with q and k; leaves the summed log decay in ``since``.
     """
     ring_g, rnorm = pointer(ring.g, FLOAT32), pointer(ring.k_rnorm, FLOAT32)
+    if sizes.N == ROW:
+        log_decay = load_row(own.since, 0)
+        for j in range(place.length - 1, -1, -1):
+            index = entry(place.at_slot, j, place.oldest, sizes.capacity)
+            key = mul(load_input_row(ring.k, index * ROW, sizes.narrow), splat_row(rnorm[index]))
+            key = mul(key, exp(log_decay))
+            store(own.keys, j * ROW, key)
+            own.w[j], own.cq[j], own.ck[j] = ONE, dot_row(key, load_row(own.q, 0)), dot_row(key, load_row(own.k, 0))
+            log_decay = add(log_decay, load_row(ring_g, index * ROW))
+        store(own.since, 0, log_decay)
+        return
     for j in range(place.length - 1, -1, -1):
         index = entry(place.at_slot, j, place.oldest, sizes.capacity)
         scale, cq, ck = splat(rnorm[index]), splat(FLOAT32), splat(FLOAT32)
@@ -338,17 +356,12 @@ def _decay_keys(ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
 
 
 @inlined
-def _step_head(token: _Token, sizes: Sizes, own: _Scratch, at: int, at_slot: int) -> None:
+def _step_head(token: _Token, sizes: Sizes, channels: int, own: _Scratch, at: int, at_slot: int) -> None:
     """The recurrence for one head."""
-    V, K, state = sizes.P, sizes.N, pointer(token.state, FLOAT32)
-    beta, kq = pointer(token.beta, FLOAT32)[at], dot(own.k, own.q, K)
-    widen(own.d, token.v, at * V, V, ONE, sizes.narrow)
-    for v in range(V):
-        start = (at_slot * V + v) * K
-        sk, sq = _read_row(state, start, K, own.Ek, own.Eq)
-        d = beta * (own.d[v] - sk)
-        _step_row(state, start, K, own.E, d, own.k)
-        own.sq[v] = sq + d * kq
+    V, K = sizes.P, sizes.N
+    state = advance(pointer(token.state, FLOAT32), at_slot * V * K)
+    widen(own.v, token.v, at * V, V, ONE, sizes.narrow)
+    _step_rows(state, sizes, channels, own, pointer(token.beta, FLOAT32)[at], dot(own.k, own.q, K))
     for v in range(0, V, WIDTH):
         store_input(token.out, at * V + v, V - v, load(own.sq, v), sizes.narrow)
 
@@ -356,11 +369,8 @@ def _step_head(token: _Token, sizes: Sizes, own: _Scratch, at: int, at_slot: int
 @inlined
 def _read_head(token: _Token, ring: _Ring, sizes: Sizes, channels: int, own: _Scratch, place: Place) -> None:
     """Output from checkpoint, ring and token, then append the token with its d."""
-    V, K, state = sizes.P, sizes.N, pointer(token.state, FLOAT32)
-    for v in range(V):
-        if v < place.length:
-            _prefetch_entry(ring, sizes, channels, place, v)
-        own.sk[v], own.sq[v] = _read_row(state, (place.at_slot * V + v) * K, K, own.Ek, own.Eq)
+    V, K = sizes.P, sizes.N
+    _read_rows(advance(pointer(token.state, FLOAT32), place.at_slot * V * K), ring, sizes, channels, own, place)
     ring_d, last = pointer(ring.d, FLOAT32), entry(place.at_slot, place.length, place.oldest, sizes.capacity)
     beta, kq = splat(pointer(token.beta, FLOAT32)[place.at]), splat(dot(own.k, own.q, K))
     for v in range(0, V, WIDTH):
@@ -381,24 +391,13 @@ def _read_head(token: _Token, ring: _Ring, sizes: Sizes, channels: int, own: _Sc
 @inlined
 def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
     """Fold ring and token into the checkpoint, row by row; outputs are those of the folded rows."""
-    V, K, state = sizes.P, sizes.N, pointer(token.state, FLOAT32)
+    V, K = sizes.P, sizes.N
     for j in range(place.length):
         index = entry(place.at_slot, j, place.oldest, sizes.capacity)
         widen(advance(own.d, j * sizes.p_padded), ring.d, index * V, V, own.w[j], 0)
-    beta, kq = pointer(token.beta, FLOAT32)[place.at], dot(own.k, own.q, K)
-    widen(own.sk, token.v, place.at * V, V, ONE, sizes.narrow)
-    for v in range(0, V, 2):
-        u = min(v + 1, V - 1)
-        row_v, row_u = advance(state, (place.at_slot * V + v) * K), advance(state, (place.at_slot * V + u) * K)
-        d_v, d_u = advance(own.d, v), advance(own.d, u)
-        vk, uk, vq, uq = fold_rows(row_v, row_u, d_v, d_u, sizes, place.length, own.E, own.keys, own.k, own.q)
-        d = beta * (own.sk[v] - vk)
-        _add_row(row_v, K, d, own.k)
-        own.sq[v] = vq + d * kq
-        if u != v:
-            d = beta * (own.sk[u] - uk)
-            _add_row(row_u, K, d, own.k)
-            own.sq[u] = uq + d * kq
+    state = advance(pointer(token.state, FLOAT32), place.at_slot * V * K)
+    widen(own.v, token.v, place.at * V, V, ONE, sizes.narrow)
+    _fold_rows(state, sizes, place.length, own, pointer(token.beta, FLOAT32)[place.at], dot(own.k, own.q, K))
     for v in range(0, V, WIDTH):
         store_input(token.out, place.at * V + v, V - v, load(own.sq, v), sizes.narrow)
 
@@ -425,39 +424,94 @@ def _prefetch_entry(ring: _Ring, sizes: Sizes, channels: int, place: Place, j: i
         prefetch(ring.g + 4 * (place.at_slot + 1) * R)
 
 
-# Rows of the state ---------------------------------------------------------------------------------------------------
+# Rows of a head's state: 128 wide in registers, others in pieces -----------------------------------------------------
 
 
 @inlined
-def _read_row(state: Any, at: int, K: int, a: Any, b: Any) -> tuple[float, float]:
-    """s . a and s . b."""
-    sa, sb, whole = splat(FLOAT32), splat(FLOAT32), K // WIDTH * WIDTH
-    for n in range(0, whole, WIDTH):
-        s = load(state, at + n)
+def _step_rows(state: Any, sizes: Sizes, channels: int, own: _Scratch, beta: float, kq: float) -> None:
+    """d = beta (v - E s . k), s <- E s + d k, output s . q for each row."""
+    if sizes.N != ROW:
+        _step_pieces(state, sizes, own, beta, kq)
+    elif channels == 0:
+        q, k, E = load_row(own.q, 0), load_row(own.k, 0), own.E[0]
+        for v in range(sizes.P):
+            s = load_row(state, v * ROW)
+            sq, d = E * dot_row(s, q), beta * (own.v[v] - E * dot_row(s, k))
+            store(state, v * ROW, fma(splat_row(E), s, mul(splat_row(d), k)))
+            own.sq[v] = sq + d * kq
+    else:
+        Eq, Ek = load_row(own.Eq, 0), load_row(own.Ek, 0)
+        for v in range(sizes.P):
+            s = load_row(state, v * ROW)
+            sq, d = dot_row(s, Eq), beta * (own.v[v] - dot_row(s, Ek))
+            store(state, v * ROW, fma(load_row(own.E, 0), s, mul(splat_row(d), load_row(own.k, 0))))
+            own.sq[v] = sq + d * kq
+
+
+@inlined
+def _step_pieces(state: Any, sizes: Sizes, own: _Scratch, beta: float, kq: float) -> None:
+    K = sizes.N
+    for v in range(sizes.P):
+        sk, sq = _dot_pieces(state, v * K, K, own.Ek, own.Eq)
+        d = beta * (own.v[v] - sk)
+        for n in range(0, K, WIDTH):
+            s = mul(load(own.E, n), load_part(state, v * K + n, K - n))
+            store_part(state, v * K + n, K - n, fma(splat(d), load(own.k, n), s))
+        own.sq[v] = sq + d * kq
+
+
+@inlined
+def _read_rows(state: Any, ring: _Ring, sizes: Sizes, channels: int, own: _Scratch, place: Place) -> None:
+    """E s . k and E s . q for each row; meanwhile asks for the ring."""
+    if sizes.N == ROW:
+        Eq, Ek = load_row(own.Eq, 0), load_row(own.Ek, 0)
+        for v in range(sizes.P):
+            if v < place.length:
+                _prefetch_entry(ring, sizes, channels, place, v)
+            s = load_row(state, v * ROW)
+            own.sk[v], own.sq[v] = dot_row(s, Ek), dot_row(s, Eq)
+        return
+    for v in range(sizes.P):
+        own.sk[v], own.sq[v] = _dot_pieces(state, v * sizes.N, sizes.N, own.Ek, own.Eq)
+
+
+@inlined
+def _fold_rows(state: Any, sizes: Sizes, tokens: int, own: _Scratch, beta: float, kq: float) -> None:
+    """s <- E s + sum_j d_j key_j, d = beta (v - s . k), s <- s + d k, output s . q for each row."""
+    if sizes.N != ROW:
+        _fold_pieces(state, sizes, tokens, own, beta, kq)
+        return
+    for v in range(0, sizes.P, 2):
+        u = min(v + 1, sizes.P - 1)  # an odd last row is computed twice, from the same values
+        E = load_row(own.E, 0)
+        s, t = mul(E, load_row(state, v * ROW)), mul(E, load_row(state, u * ROW))
+        s, t = fold_two(s, t, advance(own.d, v), advance(own.d, u), sizes, tokens, own.keys)
+        q, k = load_row(own.q, 0), load_row(own.k, 0)
+        sd, td = beta * (own.v[v] - dot_row(s, k)), beta * (own.v[u] - dot_row(t, k))
+        own.sq[v], own.sq[u] = dot_row(s, q) + sd * kq, dot_row(t, q) + td * kq
+        store(state, v * ROW, fma(splat_row(sd), k, s))
+        store(state, u * ROW, fma(splat_row(td), k, t))
+
+
+@inlined
+def _fold_pieces(state: Any, sizes: Sizes, tokens: int, own: _Scratch, beta: float, kq: float) -> None:
+    K = sizes.N
+    for v in range(sizes.P):
+        for n in range(0, K, WIDTH):
+            s = mul(load(own.E, n), load_part(state, v * K + n, K - n))
+            store_part(state, v * K + n, K - n, fold_piece(s, advance(own.d, v), sizes, tokens, advance(own.keys, n)))
+        sk, sq = _dot_pieces(state, v * K, K, own.k, own.q)
+        d = beta * (own.v[v] - sk)
+        for n in range(0, K, WIDTH):
+            store_part(state, v * K + n, K - n, fma(splat(d), load(own.k, n), load_part(state, v * K + n, K - n)))
+        own.sq[v] = sq + d * kq
+
+
+@inlined
+def _dot_pieces(state: Any, at: int, K: int, a: Any, b: Any) -> tuple[float, float]:
+    """s . a and s . b for one row."""
+    sa, sb = splat(FLOAT32), splat(FLOAT32)
+    for n in range(0, K, WIDTH):
+        s = load_part(state, at + n, K - n)
         sa, sb = fma(s, load(a, n), sa), fma(s, load(b, n), sb)
-    if whole < K:
-        s = load_part(state, at + whole, K - whole)
-        sa, sb = fma(s, load(a, whole), sa), fma(s, load(b, whole), sb)
     return total(sa), total(sb)
-
-
-@inlined
-def _step_row(state: Any, at: int, K: int, E: Any, d: float, k: Any) -> None:
-    """s <- E s + d k."""
-    lanes_d, whole = splat(d), K // WIDTH * WIDTH
-    for n in range(0, whole, WIDTH):
-        store(state, at + n, fma(load(E, n), load(state, at + n), mul(lanes_d, load(k, n))))
-    if whole < K:
-        s = mul(load(E, whole), load_part(state, at + whole, K - whole))
-        store_part(state, at + whole, K - whole, fma(lanes_d, load(k, whole), s))
-
-
-@inlined
-def _add_row(row: Any, K: int, d: float, k: Any) -> None:
-    """s <- s + d k."""
-    lanes_d = splat(d)
-    for n in range(0, K // WIDTH * WIDTH, WIDTH):
-        store(row, n, fma(lanes_d, load(k, n), load(row, n)))
-    if K % WIDTH:
-        n = K // WIDTH * WIDTH
-        store_part(row, n, K - n, fma(lanes_d, load(k, n), load_part(row, n, K - n)))

@@ -2,7 +2,8 @@
 
 Numba leaves vectorisation to LLVM, which gives up on the kernels' inner loops (in-place updates that may alias, a
 reduction, run-time lengths). A `Lanes` value is an LLVM ``<16 x float>`` instead, one AVX-512 register or several
-narrower ones on other machines, and the functions below are the few instructions that the kernels need.
+narrower ones on other machines, and the functions below are the few instructions that the kernels need. A `Row` is
+128 of them, eight registers: all published layers have states with rows of 128, which then never leave the registers.
 
 float32 memory is a raw pointer, from `pointer`. Activations may be bfloat16 as well; they are given by address and
 ``narrow``, 1 for bfloat16 and 0 for float32, and are widened when read and rounded to nearest even when written (a NaN
@@ -20,9 +21,10 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import extending, types
 from numba.core import cgutils
 
-from replayssm.kernels.cpu.compilation import inlined
+from replayssm.kernels.cpu.compilation import exactly, inlined
 
 WIDTH = 16
+ROW = 128
 LINE = 64
 """Bytes of a cache line."""
 FLOAT32 = np.float32(0)
@@ -38,19 +40,20 @@ _INTEGERS = ir.VectorType(_I32, WIDTH)
 
 
 class Lanes(types.Type):
-    """Numba's type of a vector of sixteen float32."""
+    """Numba's type of a vector of ``count`` float32."""
 
-    def __init__(self) -> None:
-        super().__init__(name="Lanes")
+    def __init__(self, count: int) -> None:
+        self.count = count
+        super().__init__(name=f"Lanes{count}")
 
 
-lanes = Lanes()
+lanes, row = Lanes(WIDTH), Lanes(ROW)
 
 
 @extending.register_model(Lanes)
 class _LanesModel(extending.models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Lanes) -> None:
-        super().__init__(manager, kind, _VECTOR)
+        super().__init__(manager, kind, ir.VectorType(_F32, kind.count))
 
 
 # Code generation -----------------------------------------------------------------------------------------------------
@@ -67,11 +70,22 @@ def _call(builder: Any, name: str, result: ir.Type, arguments: list[Any], **opti
     return builder.call(function, arguments, **options)
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    kind = ir.VectorType(value.type, WIDTH)
-    undefined = ir.Constant(kind, ir.Undefined)
+def _splat(builder: Any, value: Any, count: int = WIDTH) -> Any:
+    undefined = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
     first = builder.insert_element(undefined, value, _I32(0))
-    return builder.shuffle_vector(first, undefined, _constant(_INTEGERS, 0))
+    return builder.shuffle_vector(first, undefined, _constant(ir.VectorType(_I32, count), 0))
+
+
+def _load(builder: Any, arguments: Any, count: int) -> Any:
+    kind = ir.VectorType(_F32, count)
+    memory, index = arguments
+    value = builder.load(builder.bitcast(builder.gep(memory, [index]), kind.as_pointer()))
+    value.align = 4
+    return value
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, f"llvm.fmuladd.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def _mask(builder: Any, count: Any) -> Any:
@@ -127,25 +141,25 @@ def advance(typing: Any, memory: Any, count: Any) -> Any:
 @intrinsic
 def load(typing: Any, memory: Any, index: Any) -> Any:
     """Lanes from the sixteen elements at ``index``."""
+    return lanes(memory, types.intp), lambda context, builder, _, arguments: _load(builder, arguments, WIDTH)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = builder.load(builder.bitcast(builder.gep(arguments[0], [arguments[1]]), _VECTOR.as_pointer()))
-        value.align = 4
-        return value
 
-    return lanes(memory, types.intp), generate
+@intrinsic
+def load_row(typing: Any, memory: Any, index: Any) -> Any:
+    """A row from the 128 elements at ``index``."""
+    return row(memory, types.intp), lambda context, builder, _, arguments: _load(builder, arguments, ROW)
 
 
 @intrinsic
 def store(typing: Any, memory: Any, index: Any, value: Any) -> Any:
-    """Write lanes to the sixteen elements at ``index``."""
+    """Write lanes, or a row, to ``index``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), _VECTOR.as_pointer())
-        builder.store(arguments[2], place).align = 4
+        base, place, value = arguments
+        builder.store(value, builder.bitcast(builder.gep(base, [place]), value.type.as_pointer())).align = 4
         return context.get_dummy_value()
 
-    return types.void(memory, types.intp, lanes), generate
+    return types.void(memory, types.intp, value), generate
 
 
 @intrinsic
@@ -189,6 +203,30 @@ def load_input(typing: Any, address: Any, index: Any, count: Any, narrow: Any) -
         return builder.load(result)
 
     return lanes(types.intp, types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def load_input_row(typing: Any, address: Any, index: Any, narrow: Any) -> Any:
+    """A row of 128 activations: bfloat16 where ``narrow``, else float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, index, narrow = arguments
+        kind, wide = ir.VectorType(_F32, ROW), ir.VectorType(_I32, ROW)
+        result = cgutils.alloca_once(builder, kind)
+        with builder.if_else(cgutils.is_not_null(builder, narrow)) as (bfloat16, float32):
+            with bfloat16:
+                half = ir.VectorType(_I16, ROW)
+                base = builder.gep(builder.inttoptr(address, _I16.as_pointer()), [index])
+                value = builder.load(builder.bitcast(base, half.as_pointer()))
+                value.align = 2
+                bits = builder.shl(builder.zext(value, wide), _constant(wide, 16))
+                builder.store(builder.bitcast(bits, kind), result)
+            with float32:
+                base = builder.inttoptr(address, _F32.as_pointer())
+                builder.store(_load(builder, (base, index), ROW), result)
+        return builder.load(result)
+
+    return row(types.intp, types.intp, types.intp), generate
 
 
 @intrinsic
@@ -258,75 +296,112 @@ def dot(a: Any, b: Any, count: int) -> float:
 
 @intrinsic
 def splat(typing: Any, value: Any) -> Any:
-    """One float32 in every lane."""
-
+    """One float32 in all of the lanes."""
     return lanes(types.float32), lambda context, builder, _, arguments: _splat(builder, arguments[0])
 
 
 @intrinsic
+def lane0(typing: Any, a: Any) -> Any:
+    """The first lane."""
+    return types.float32(lanes), lambda context, builder, _, arguments: builder.extract_element(arguments[0], _I32(0))
+
+
+@intrinsic
+def splat_row(typing: Any, value: Any) -> Any:
+    """One float32 in all of a row."""
+    return row(types.float32), lambda context, builder, _, arguments: _splat(builder, arguments[0], ROW)
+
+
+@intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, fused where the machine can."""
-    return lanes(lanes, lanes, lanes), lambda context, builder, _, arguments: _call(
-        builder, f"llvm.fmuladd.v{WIDTH}f32", _VECTOR, list(arguments)
-    )
+    """a b + c, fused where the machine can; lanes or rows."""
+    return a(a, a, a), lambda context, builder, _, arguments: _fma(builder, *arguments)
 
 
 @intrinsic
 def mul(typing: Any, a: Any, b: Any) -> Any:
-    """a b."""
-    return lanes(lanes, lanes), lambda context, builder, _, arguments: builder.fmul(*arguments)
+    """a b; lanes or rows."""
+    return a(a, a), lambda context, builder, _, arguments: builder.fmul(*arguments)
 
 
 @intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
-    """a + b."""
-    return lanes(lanes, lanes), lambda context, builder, _, arguments: builder.fadd(*arguments)
+    """a + b; lanes or rows."""
+    return a(a, a), lambda context, builder, _, arguments: builder.fadd(*arguments)
 
 
 @intrinsic
 def div(typing: Any, a: Any, b: Any) -> Any:
-    """a / b."""
-    return lanes(lanes, lanes), lambda context, builder, _, arguments: builder.fdiv(*arguments)
+    """a / b; lanes or rows."""
+    return a(a, a), lambda context, builder, _, arguments: builder.fdiv(*arguments)
 
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
     """Sum of the lanes, as a tree."""
-    return types.float32(lanes), lambda context, builder, _, arguments: _call(
-        builder, f"llvm.vector.reduce.fadd.v{WIDTH}f32", _F32, [_F32(-0.0), arguments[0]], fastmath=("reassoc",)
-    )
+    return types.float32(lanes), lambda context, builder, _, arguments: _total(builder, arguments[0])
 
 
 @intrinsic
-def exp(typing: Any, x: Any) -> Any:
-    """exp(x) to about one unit in the last place; 0 below -87, exp(88) above 88, NaN for NaN.
+def dot_row(typing: Any, a: Any, b: Any) -> Any:
+    """Sum of the products of two rows, in two chains of lanes and then as a tree."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pieces = [[_piece(builder, r, first) for first in range(0, ROW, WIDTH)] for r in arguments]
+        pairs = list(zip(*pieces, strict=True))
+        sums = [builder.fmul(*pairs[0]), builder.fmul(*pairs[1])]
+        for number, (x, y) in enumerate(pairs[2:]):
+            sums[number % 2] = _fma(builder, x, y, sums[number % 2])
+        return _total(builder, builder.fadd(*sums))
+
+    return types.float32(row, row), generate
+
+
+def _piece(builder: Any, value: Any, first: int) -> Any:
+    """Sixteen lanes of a row."""
+    numbers = ir.Constant(_INTEGERS, list(range(first, first + WIDTH)))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), numbers)
+
+
+def _total(builder: Any, value: Any) -> Any:
+    arguments = [_F32(-0.0), value]
+    return _call(builder, f"llvm.vector.reduce.fadd.v{WIDTH}f32", _F32, arguments, fastmath=("reassoc",))
+
+
+@exactly
+def exp(x: Any) -> Any:
+    """exp(x) to about one unit in the last place, lanes or rows; 0 below -87, exp(88) above 88, NaN for NaN.
 
     Writing x = n ln 2 + r with |r| <= ln(2) / 2: the Taylor polynomial of degree 7 in r, times 2^n put together in the
-    exponent's bits. ln 2 is split in two so that r is exact to float32.
+    exponent's bits. ln 2 is split in two so that r is exact to float32, which a reassociation would undo.
     """
-    return lanes(lanes), lambda context, builder, _, arguments: _exp(builder, arguments[0])
+    return _exp_of(x)
+
+
+@intrinsic
+def _exp_of(typing: Any, x: Any) -> Any:
+    return x(x), lambda context, builder, _, arguments: _exp(builder, arguments[0])
 
 
 def _exp(builder: Any, x: Any) -> Any:
+    count = x.type.count
+    integers = ir.VectorType(_I32, count)
+
     def number(value: float) -> ir.Constant:
-        return _constant(_VECTOR, value)
+        return _constant(x.type, value)
 
-    def fused(a: Any, b: Any, c: Any) -> Any:
-        return _call(builder, f"llvm.fmuladd.v{WIDTH}f32", _VECTOR, [a, b, c])
-
-    integers = _INTEGERS
     x = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
     underflow = builder.fcmp_ordered("<", x, number(-87.0))
     finite = builder.select(builder.fcmp_ordered(">", x, number(-87.0)), x, number(-87.0))
-    shifted = fused(finite, number(_f32(1.4426950408889634)), number(0.5))
-    n = _call(builder, f"llvm.floor.v{WIDTH}f32", _VECTOR, [shifted])
-    r = fused(n, number(-0.693359375), x)
-    r = fused(n, number(_f32(0.693359375 - 0.6931471805599453)), r)
+    shifted = _fma(builder, finite, number(_f32(1.4426950408889634)), number(0.5))
+    n = _call(builder, f"llvm.floor.v{count}f32", x.type, [shifted])
+    r = _fma(builder, n, number(-0.693359375), x)
+    r = _fma(builder, n, number(_f32(0.693359375 - 0.6931471805599453)), r)
     p = number(_f32(1 / 5040))
     for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
-        p = fused(p, r, number(_f32(coefficient)))
+        p = _fma(builder, p, r, number(_f32(coefficient)))
     exponent = builder.shl(builder.add(builder.fptosi(n, integers), _constant(integers, 127)), _constant(integers, 23))
-    result = builder.fmul(p, builder.bitcast(exponent, _VECTOR))
+    result = builder.fmul(p, builder.bitcast(exponent, x.type))
     return builder.select(underflow, number(0.0), result)
 
 

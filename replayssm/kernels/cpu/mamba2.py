@@ -30,28 +30,33 @@ from replayssm.kernels.cpu.arguments import (
     tasks_per_row,
 )
 from replayssm.kernels.cpu.compilation import compiled, inlined
-from replayssm.kernels.cpu.fold import fold_rows
+from replayssm.kernels.cpu.fold import fold_piece, fold_two
 from replayssm.kernels.cpu.lanes import (
     FLOAT32,
     INT32,
     INT64,
     ONE,
+    ROW,
     WIDTH,
     add,
     advance,
     copy,
     div,
     dot,
+    dot_row,
     exp,
     fma,
+    lane0,
     load,
     load_input,
     load_part,
+    load_row,
     mul,
     pointer,
     prefetch,
     prefetch_span,
     splat,
+    splat_row,
     store,
     store_input,
     store_part,
@@ -89,14 +94,13 @@ class _Ring(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """A thread's float32 scratch: for each token B, weighted x, B . C and weight; for a head C, decay E and y."""
+    """A thread's float32 scratch: for each token B, weighted x, B . C and weight; for a head C and y."""
 
     B: Any
     x: Any
     BC: Any
     w: Any
     C: Any
-    E: Any
     y: Any
 
 
@@ -134,7 +138,7 @@ def _token(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, layer: Any) -
     rows, H, P = shape("x", inputs.x, "BHP")
     _, G, N = shape("B", inputs.B, "BGN")
     dtype = inputs.x.dtype
-    sizes = sizes_of(state, rows, G, dtype, layer, vectors=(1, 2, 2))
+    sizes = sizes_of(state, rows, G, dtype, layer, vectors=(1, 1, 2))
     token = _Token(
         out=address("out", out, dtype, (rows, H, P)),
         state=address("state", state, torch.float32, (sizes.state_slots, H, P, N)),
@@ -180,7 +184,7 @@ def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
     if slot < 0:
         return
     own = _split(own_scratch(scratch, sizes), sizes)
-    state, dt, A = pointer(token.state, FLOAT32), pointer(token.dt, FLOAT32), pointer(token.A, FLOAT32)
+    dt, A = pointer(token.dt, FLOAT32), pointer(token.A, FLOAT32)
     first = task // sizes.rows * sizes.heads_per_task
     for head in range(first, min(first + sizes.heads_per_task, sizes.heads)):
         at, share = row * sizes.heads + head, sizes.heads // sizes.groups
@@ -188,11 +192,10 @@ def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
             at_group = (row * sizes.groups + head // share) * sizes.N
             widen(own.B, token.B, at_group, sizes.N, ONE, sizes.narrow)
             widen(own.C, token.C, at_group, sizes.N, ONE, sizes.narrow)
-        decay = exp(splat(A[head] * dt[at]))
+        decay = lane0(exp(splat(A[head] * dt[at])))
         widen(own.x, token.x, at * sizes.P, sizes.P, dt[at], sizes.narrow)
-        start = (slot * sizes.heads + head) * sizes.P * sizes.N
-        for p in range(sizes.P):
-            own.y[p] = _step_row(state, start + p * sizes.N, sizes.N, decay, splat(own.x[p]), own.B, own.C)
+        state = advance(pointer(token.state, FLOAT32), (slot * sizes.heads + head) * sizes.P * sizes.N)
+        _step_rows(state, sizes, decay, own)
         _finish(token, sizes, at, head, own.y)
 
 
@@ -231,8 +234,7 @@ def _split(own: Any, sizes: Sizes) -> _Scratch:
     BC = advance(x, sizes.interval_length * sizes.p_padded)
     w = advance(BC, sizes.tokens_padded)
     C = advance(w, sizes.tokens_padded)
-    E = advance(C, sizes.n_padded)
-    return _Scratch(own, x, BC, w, C, E, advance(E, sizes.n_padded))
+    return _Scratch(own, x, BC, w, C, advance(C, sizes.n_padded))
 
 
 # One group, one head -------------------------------------------------------------------------------------------------
@@ -258,8 +260,8 @@ def _append_B(token: _Token, ring: _Ring, sizes: Sizes, place: Place) -> None:
 
 
 @inlined
-def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> Any:
-    """Weights dt_j exp(A (c - c_j)) of ring and token; returns the checkpoint's decay exp(A c) in all lanes."""
+def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> float:
+    """Weights dt_j exp(A (c - c_j)) of ring and token; returns the checkpoint's decay exp(A c)."""
     A, dt = pointer(token.A, FLOAT32)[place.head], pointer(token.dt, FLOAT32)[place.at]
     ring_dt, since = pointer(ring.dt, FLOAT32), dt
     own.w[place.length] = FLOAT32
@@ -271,19 +273,16 @@ def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place
     own.w[place.length] *= dt
     for j in range(place.length):
         own.w[j] *= ring_dt[entry(place.at_slot, j, place.oldest, sizes.capacity)]
-    return exp(splat(A * since))
+    return lane0(exp(splat(A * since)))
 
 
 @inlined
-def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: Any) -> None:
+def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: float) -> None:
     """Output from checkpoint, ring and token, then append the token."""
-    P, state, start = sizes.P, pointer(token.state, FLOAT32), place.at_slot * sizes.P * sizes.N
-    for p in range(P):
-        if p < place.length:
-            _prefetch_entry(ring, sizes, place, p)
-        own.y[p] = _read_row(state, start + p * sizes.N, sizes.N, own.C)
+    P, state = sizes.P, advance(pointer(token.state, FLOAT32), place.at_slot * sizes.P * sizes.N)
+    _read_rows(state, ring, sizes, own, place)
     for p in range(0, P, WIDTH):
-        y = mul(decay, load(own.y, p))
+        y = mul(splat(decay), load(own.y, p))
         for j in range(place.length):
             at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity) * P + p
             y = fma(splat(own.w[j] * own.BC[j]), load_input(ring.x, at_ring, P - p, sizes.narrow), y)
@@ -305,7 +304,7 @@ def _prefetch_entry(ring: _Ring, sizes: Sizes, place: Place, j: int) -> None:
 
 
 @inlined
-def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: Any) -> None:
+def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: float) -> None:
     """Fold ring and token into the checkpoint, in one pass that also gives the output."""
     P, tokens = sizes.P, place.length + 1
     for j in range(place.length):
@@ -313,14 +312,7 @@ def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: P
         widen(advance(own.x, j * sizes.p_padded), ring.x, at_ring, P, own.w[j], sizes.narrow)
     x = advance(own.x, place.length * sizes.p_padded)
     widen(x, token.x, place.at * P, P, own.w[place.length], sizes.narrow)
-    state, start = pointer(token.state, FLOAT32), place.at_slot * P * sizes.N
-    for n in range(0, sizes.n_padded, WIDTH):
-        store(own.E, n, decay)
-    for p in range(0, P, 2):
-        q = min(p + 1, P - 1)
-        x_p, x_q = advance(own.x, p), advance(own.x, q)
-        state_p, state_q = advance(state, start + p * sizes.N), advance(state, start + q * sizes.N)
-        own.y[p], own.y[q], _, _ = fold_rows(state_p, state_q, x_p, x_q, sizes, tokens, own.E, own.B, own.C, own.C)
+    _fold_rows(advance(pointer(token.state, FLOAT32), place.at_slot * P * sizes.N), sizes, tokens, decay, own)
 
 
 @inlined
@@ -338,30 +330,65 @@ def _finish(token: _Token, sizes: Sizes, at: int, head: int, y: Any) -> None:
         store_input(token.out, start, count, value, sizes.narrow)
 
 
-# Rows of the state ---------------------------------------------------------------------------------------------------
+# Rows of a head's state: 128 wide in registers, others in pieces -----------------------------------------------------
 
 
 @inlined
-def _step_row(state: Any, at: int, N: int, decay: Any, x: Any, B: Any, C: Any) -> float:
-    """s <- decay s + x B for one row; returns s . C."""
-    y, whole = splat(FLOAT32), N // WIDTH * WIDTH
-    for n in range(0, whole, WIDTH):
-        s = fma(load(state, at + n), decay, mul(load(B, n), x))
-        store(state, at + n, s)
-        y = fma(s, load(C, n), y)
-    if whole < N:
-        s = fma(load_part(state, at + whole, N - whole), decay, mul(load(B, whole), x))
-        store_part(state, at + whole, N - whole, s)
-        y = fma(s, load(C, whole), y)
-    return total(y)
+def _step_rows(state: Any, sizes: Sizes, decay: float, own: _Scratch) -> None:
+    """s <- decay s + x B and y = s . C for each row."""
+    if sizes.N == ROW:
+        B, C = load_row(own.B, 0), load_row(own.C, 0)
+        for p in range(sizes.P):
+            s = fma(load_row(state, p * ROW), splat_row(decay), mul(B, splat_row(own.x[p])))
+            store(state, p * ROW, s)
+            own.y[p] = dot_row(s, C)
+        return
+    for p in range(sizes.P):
+        x, y = splat(own.x[p]), splat(FLOAT32)
+        for n in range(0, sizes.N, WIDTH):
+            at, count = p * sizes.N + n, sizes.N - n
+            s = fma(load_part(state, at, count), splat(decay), mul(load(own.B, n), x))
+            store_part(state, at, count, s)
+            y = fma(s, load(own.C, n), y)
+        own.y[p] = total(y)
 
 
 @inlined
-def _read_row(state: Any, at: int, N: int, C: Any) -> float:
-    """s . C."""
-    y, whole = splat(FLOAT32), N // WIDTH * WIDTH
-    for n in range(0, whole, WIDTH):
-        y = fma(load(state, at + n), load(C, n), y)
-    if whole < N:
-        y = fma(load_part(state, at + whole, N - whole), load(C, whole), y)
-    return total(y)
+def _read_rows(state: Any, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
+    """y = s . C for each row; meanwhile asks for the head's ring."""
+    if sizes.N == ROW:
+        C = load_row(own.C, 0)
+        for p in range(sizes.P):
+            if p < place.length:
+                _prefetch_entry(ring, sizes, place, p)
+            own.y[p] = dot_row(load_row(state, p * ROW), C)
+        return
+    for p in range(sizes.P):
+        y = splat(FLOAT32)
+        for n in range(0, sizes.N, WIDTH):
+            y = fma(load_part(state, p * sizes.N + n, sizes.N - n), load(own.C, n), y)
+        own.y[p] = total(y)
+
+
+@inlined
+def _fold_rows(state: Any, sizes: Sizes, tokens: int, decay: float, own: _Scratch) -> None:
+    """s <- decay s + sum_j x_j B_j and y = s . C for each row."""
+    if sizes.N == ROW:
+        E = splat_row(decay)
+        for p in range(0, sizes.P, 2):
+            q = min(p + 1, sizes.P - 1)  # an odd last row is computed twice, from the same values
+            s, t = mul(E, load_row(state, p * ROW)), mul(E, load_row(state, q * ROW))
+            s, t = fold_two(s, t, advance(own.x, p), advance(own.x, q), sizes, tokens, own.B)
+            store(state, p * ROW, s)
+            store(state, q * ROW, t)
+            own.y[p], own.y[q] = dot_row(s, load_row(own.C, 0)), dot_row(t, load_row(own.C, 0))
+        return
+    for p in range(sizes.P):
+        y = splat(FLOAT32)
+        for n in range(0, sizes.N, WIDTH):
+            at, count = p * sizes.N + n, sizes.N - n
+            s = mul(splat(decay), load_part(state, at, count))
+            s = fold_piece(s, advance(own.x, p), sizes, tokens, advance(own.B, n))
+            store_part(state, at, count, s)
+            y = fma(s, load(own.C, n), y)
+        own.y[p] = total(y)
