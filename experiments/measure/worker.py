@@ -249,7 +249,7 @@ def _told(error: BaseException) -> str:
 
 def _end_with_parent(stdin: TextIO, writing: threading.Lock) -> None:
     """End when the watching process closes our input, which the system does for it if it is killed: at once, or, when
-    a group is being appended, behind it.
+    a group is being appended, as soon as it is written and reported.
     """
 
     def wait() -> None:
@@ -258,6 +258,14 @@ def _end_with_parent(stdin: TextIO, writing: threading.Lock) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _report(events: TextIO, **event: Any) -> None:
+    """Tell the watching process; without one there is nobody left to run for."""
+    try:
+        print(json.dumps(event), file=events)
+    except BrokenPipeError:
+        os._exit(1)
 
 
 def main() -> None:
@@ -275,16 +283,16 @@ def main() -> None:
     torch.set_grad_enabled(False)
     journal = Journal(Path(job["folder"]), cases[0].experiment)
     for number, case in enumerate(cases):
-        print(json.dumps({"event": "start", "case": number}), file=events)
+        _report(events, event="start", case=number)
         torch.set_num_threads(case.threads)
         numba.set_num_threads(case.threads)
         records = run_group(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
+        outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
         with writing:
             if os.getppid() != parent:
                 return
             journal.append(records)
-        outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
-        print(json.dumps({"event": "done", "case": number, "outcome": outcome}), file=events)
+            _report(events, event="done", case=number, outcome=outcome)
 
 
 if __name__ == "__main__":
