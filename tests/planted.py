@@ -1,0 +1,112 @@
+"""Copies of the project, in which a test may plant a fault, and the project's real commands run there in processes.
+
+A copy believes to be on a small machine: it reads the size of the last-level cache and the count of throttling events
+from files that lie beside it. Rotating five times 2 MiB takes milliseconds and is the same work on every machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("analysis", "configs", "experiments", "replayssm", "tests", "results/paper", "pyproject.toml")
+MACHINE = {
+    "cpu0/cache/index3/level": "3",
+    "cpu0/cache/index3/size": "2048K",
+    "cpu0/thermal_throttle/core_throttle_count": "0",
+}
+SMALL = ("model=nemotron_3_nano_4b", "model.ssm.heads=16", "batch_size=4", "interval_length=4", "threads=1")
+"""A case of 2.5 MiB of state: four copies rotate."""
+LIMIT_S = 300
+
+
+class Tree:
+    """A fresh copy of the project below ``folder``, what lay there before is removed; records go to ``records``.
+
+    ``cache`` is where machine code is kept; it serves later trees in the same folder, as far as sources are the same.
+    """
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
+        self.root, self.records = folder / "project", folder / "records"
+        shutil.rmtree(folder, ignore_errors=True)
+        for part in PARTS:
+            source, copy = ROOT / part, self.root / part
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("kernels-cpu-*"))
+            else:
+                shutil.copy2(source, copy)
+        for name, text in MACHINE.items():
+            (folder / "machine" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "machine" / name).write_text(f"{text}\n")
+        machine = f'Path("{folder / "machine"}")'
+        self.patch("experiments/measure/provenance.py", 'Path("/sys/devices/system/cpu")', machine)
+
+    def patch(self, file: str, old: str, new: str) -> None:
+        """Replace ``old``, which must stand in the file exactly once."""
+        path = self.root / file
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"the patch matches {text.count(old)} times in {file}, once is needed:\n{old}"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """``python -m ...`` in the tree; its output is read as text."""
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(self.cache), "COLUMNS": "120"}
+        environment.pop("PYTHONPATH", None)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-m", *arguments], cwd=self.root, env=environment, **(pipes | options))
+
+    def run(self, *arguments: str) -> Done:
+        """``python -m ...`` in the tree, to its end."""
+        with self.start(*arguments) as process:
+            try:
+                out, err = process.communicate(timeout=LIMIT_S)
+            finally:
+                process.kill()
+        return Done(process.returncode, out, err)
+
+    def experiment(self, *options: str) -> Done:
+        """The kernel experiment; what is recorded is added to ``records``."""
+        return self.run("experiments.kernel", *options, f"records={self.records}")
+
+    def analyse(self) -> Tables:
+        """Tables, as ``python -m analysis`` makes them from ``records``."""
+        out = self.folder / "results"
+        done = self.run("analysis", "--records", str(self.records), "--out", str(out))
+        assert done.code == 0, done.err
+        names = [field.name for field in dataclasses.fields(Tables)]
+        return Tables(*(list(csv.DictReader((out / "tables" / f"{name}.csv").open())) for name in names))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of every record file, parsed; one that is torn raises ``ValueError``."""
+        texts = [path.read_text(encoding="utf-8") for path in sorted(self.records.glob("*.jsonl"))]
+        assert all(text.endswith("\n") for text in texts), "torn tail"
+        return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A process that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows of three tables of the analysis, cells as text."""
+
+    exclusions: list[dict[str, str]]
+    failures: list[dict[str, str]]
+    kernel_speedups: list[dict[str, str]]
