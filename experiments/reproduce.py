@@ -10,6 +10,7 @@ tracked by git. Evidence that is committed comes from the same cases with ``--re
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,10 +56,8 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted; nothing recorded is lost, the same command goes on from here")
         return 130
-    from analysis.__main__ import main as rebuild
-
-    code = rebuild(["--records", str(arguments.records), "--out", str(arguments.out)])
-    return code or int(failures > 0)
+    rebuild = [sys.executable, "-m", "analysis", "--records", arguments.records, "--out", arguments.out]
+    return subprocess.run(rebuild, cwd=ROOT).returncode or int(failures > 0)
 
 
 def measure(folder: Path, console: Console) -> int:
