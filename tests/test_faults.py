@@ -236,6 +236,13 @@ OF_HARNESS = {
         "incorrect: 0 cycles run while timed, .* asked",
         refused=(STORED, REPLAY),
     ),
+    "a round not run": Fault(
+        WORKER,
+        "samples = interleave(participants, case.timing.rounds, ",
+        "samples = interleave(participants, case.timing.rounds - 1, ",
+        r"incorrect: \d+ cycles run while timed, \d+ asked",
+        refused=(STORED, REPLAY),
+    ),
     "no check after timing": Fault(
         WORKER,
         "    _check_after(arms, case, copies)\n",
@@ -287,10 +294,12 @@ OF_RECORDS = {
         gate="A/A",
         refused=(STORED, REPLAY),
     ),
-    "a round left out": Fault(
+    "last round trimmed": Fault(
         WORKER,
-        "samples = interleave(participants, case.timing.rounds, ",
-        "samples = interleave(participants, case.timing.rounds - 1, ",
+        '"samples": {name: samples.elapsed_ns[name] for name in standing},\n'
+        '        "again": {again: samples.elapsed_ns[f"{again} again"]},',
+        '"samples": {name: samples.elapsed_ns[name][:-1] for name in standing},\n'
+        '        "again": {again: samples.elapsed_ns[f"{again} again"][:-1]},',
         "2 rounds of samples, 3 asked",
         gate="rounds",
         refused=(STORED, REPLAY),

@@ -96,13 +96,13 @@ def kill_main(process: subprocess.Popen[str]) -> set[int]:
     return left
 
 
-def start_interruptible(tree: Tree) -> subprocess.Popen[str]:
+def start_interruptible(tree: Tree, *options: str) -> subprocess.Popen[str]:
     """The quick case, heeding Ctrl-C even where a shell without job control has started us in the background."""
 
     def heed() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    return tree.start("experiments.kernel", *QUICK, f"records={tree.records}", preexec_fn=heed)
+    return tree.start("experiments.kernel", *QUICK, f"records={tree.records}", *options, preexec_fn=heed)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -218,6 +218,12 @@ def test_a_recorded_case_is_not_run_again_and_a_torn_tail_is_reported(fresh: Tre
     assert "recorded already" in fresh.experiment(*QUICK).out
     assert journal.read_bytes() == whole + whole[:500]
 
+    journal.unlink()  # what is left is a group cut short, which counts as not measured
+    cut = contents(fresh.records)
+    assert fresh.experiment(*QUICK).code == 0
+    assert contents(fresh.records).items() > cut.items()
+    assert "recorded already" in fresh.experiment(*QUICK).out
+
 
 def test_a_timeout_is_recorded_and_tried_again(fresh: Tree) -> None:
     stopped = fresh.experiment(*QUICK, "timing.timeout_s=0.1")
@@ -277,6 +283,23 @@ def test_an_arm_that_raises_leaves_the_others_their_samples(fresh: Tree) -> None
     } | dict.fromkeys(ARMS, ("ok", ""))
     assert {line["arm"] for line in fresh.lines() if line["samples_ns"]} == set(ARMS)
     assert len({line["group"] for line in fresh.lines()}) == 1
+
+
+def test_a_worker_does_not_go_on_alone(fresh: Tree) -> None:
+    """It ends in the middle of a case that would take longer than we wait."""
+    begun = fresh.folder / "begun"
+    lines = f"open({str(begun)!r}, 'w'); layers = StoredLayers(case, copies, stored_step)"
+    (fresh.root / "experiments/arms/stored_told.py").write_text(ARM.format(lines))
+    process = start_interruptible(
+        fresh, "arms=[stored/told]", "timing.warmup_limit_s=30", "timing.warmup_tolerance=1e-9"
+    )
+    wait_for(begun.exists)
+    workers = children(process.pid)
+    process.kill()
+    assert workers
+    wait_for(lambda: not alive(workers), ANSWER_S)
+    assert process.communicate() == ("", "")
+    assert not fresh.records.exists()
 
 
 @pytest.mark.slow
