@@ -16,23 +16,9 @@ import pandas as pd
 
 from analysis.gates import case_faults, group_faults, is_count, number, record_faults, remarks, timing_faults, value
 from analysis.stats import median_step_ns
-from experiments.measure.record import Record
+from experiments.measure.record import Record, read_lines
 
 EXPERIMENTS = ("kernel",)
-TEXTS = ("group", "experiment", "case_hash", "arm", "arm_hash", "message", "started_utc", "ended_utc")
-MAPPINGS = (
-    "case",
-    "arm_config",
-    "code",
-    "packages",
-    "device",
-    "device_state",
-    "environment",
-    "timing_asked",
-    "timing_used",
-    "traffic",
-    "bandwidth",
-)
 
 
 @dataclass(frozen=True)
@@ -129,31 +115,14 @@ def _measured(record: Record) -> dict[str, Any]:
 
 def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[tuple[Record, str]]:
     for folder in folders:
-        for path in sorted(folder.rglob("*.jsonl")):
-            name = path.relative_to(folder).as_posix()
-            content = path.read_bytes()
-            lines = content.split(b"\n")
-            for index, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{name}:{index}"
-                try:
-                    if index == len(lines):  # every whole line ends with a newline
-                        raise ValueError("torn tail: the last line has no end")
-                    yield _typed(Record.from_json(line.decode("utf-8"))), where
-                except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-                    exclusions.append(Exclusion("line", one_line(error), "", "", where))
-
-
-def _typed(record: Record) -> Record:
-    """The record, if the fields that the analysis indexes by have their type; raises ``ValueError`` otherwise."""
-    for names, kind in ((TEXTS, str), (MAPPINGS, dict), (("replicate", "layer_steps_per_sample"), int)):
-        for name in names:
-            if not isinstance(getattr(record, name), kind):
-                raise ValueError(f"{name}={getattr(record, name)!r} is no {kind.__name__}")
-    if not all(isinstance(arm, str) for arm in record.arms):
-        raise ValueError(f"arms={record.arms!r} holds something else than names")
-    return record
+        for path, index, line in read_lines(folder):
+            where = f"{path.relative_to(folder).as_posix()}:{index}"
+            try:
+                if line is None:
+                    raise ValueError("torn tail: the last line has no end")
+                yield Record.from_json(line), where
+            except ValueError as error:
+                exclusions.append(Exclusion("line", one_line(error), "", "", where))
 
 
 def one_line(message: object) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from experiments.measure.record import Record
+from experiments.measure.record import Record, read_lines
 
 FINAL = ("ok", "oom", "unsupported", "incorrect")
 """Statuses that running again would not change; ``error`` and ``timeout`` are tried again."""
@@ -39,16 +39,6 @@ class Journal:
             if os.write(self._file, line) != len(line):
                 raise OSError(f"{self.path}: a record was cut short; is the disk full?")
         os.fsync(self._file)
-
-
-def read_lines(folder: Path) -> Iterator[tuple[Path, int, str | None]]:
-    """``(file, line number, text)`` of every line under ``folder``; the text is None for a tail that was cut short."""
-    for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        *lines, tail = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            yield path, number, line.decode(errors="replace")
-        if tail:
-            yield path, len(lines) + 1, None
 
 
 def finished(folder: Path) -> set[tuple[str, str, str, str, str, int]]:

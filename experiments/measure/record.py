@@ -1,4 +1,6 @@
-"""The record: one case x arm x replicate with its raw samples, one JSON object a line. Standard library only.
+"""The record: one case x arm x replicate with its raw samples, one JSON object a line; and reading files of them.
+
+Standard library only.
 
 A record is evidence. It is appended once and never changed; failures are records too. A record of status ``ok`` cannot
 be constructed without samples and without passed correctness blocks from before *and* after timing, and one that has
@@ -13,12 +15,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 SCHEMA = "replayssm.record/1"
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "error", "timeout")
 MOMENTS = ("before", "after")
+TEXTS = ("group", "experiment", "case_hash", "arm", "arm_hash", "status", "message", "started_utc", "ended_utc")
+COUNTS = ("replicate", "layer_steps_per_sample")
+MAPPINGS = ("case", "arm_config", "code", "packages", "device", "device_state", "environment", "seeds")
+MAPPINGS += ("timing_asked", "timing_used", "traffic", "bandwidth")
+CHECK_COUNTS = ("flushes_counted", "flushes_expected", "copies_touched", "copies_expected")
+MAX_DEPTH = 16
+"""Levels of lists and mappings in a line; the deepest that an experiment writes has six."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +174,11 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """Parse and re-validate one line; raises ``ValueError`` that says what is wrong with it."""
+        """Parse and re-validate one line; raises ``ValueError``, one line, that says what is wrong with it."""
         try:
-            data = json.loads(line)
+            data = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_finite_integer)
+            line.encode()  # bytes that were no UTF-8 when the file was read
+            _check_types(data)
             data.pop("id")
             blocks = data.pop("correctness")
             stated = [block.pop("passed") for block in blocks]
@@ -174,15 +187,80 @@ class Record:
                 data[name] = tuple(tuple(r) for r in data[name])
             data["arms"], data["argv"] = tuple(data["arms"]), tuple(data["argv"])
             record = cls(**data)
-        except (TypeError, KeyError, AttributeError) as error:
+        except RecursionError:
+            raise ValueError(f"not a {SCHEMA} object: nested too deep") from None
+        except UnicodeEncodeError:
+            raise ValueError(f"not a {SCHEMA} object: not UTF-8") from None
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a {SCHEMA} object: {error}") from None
         if stated != [c.passed for c in record.correctness]:
             raise ValueError("a correctness block states another verdict than its numbers give")
         return record
 
 
+def read_lines(folder: Path) -> Iterator[tuple[Path, int, str | None]]:
+    """``(file, line number, text)`` of every line with something in it in ``*.jsonl`` below ``folder``, at any depth.
+
+    The text is None for a tail that was cut short: every whole line ends with a newline. Bytes that are no UTF-8 become
+    surrogates, which ``Record.from_json`` refuses. A folder that does not exist holds no lines.
+    """
+    for path in sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []:
+        *lines, tail = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield path, number, line.decode(errors="surrogateescape")
+        if tail.strip():
+            yield path, len(lines) + 1, None
+
+
+def _check_types(data: Any) -> None:
+    """Raises ``ValueError`` where a field that others index by, sum or show has another type than it should."""
+    if not isinstance(data, dict):
+        raise ValueError(f"not a {SCHEMA} object: {type(data).__name__}")
+    if _depth(data) > MAX_DEPTH:
+        raise ValueError(f"not a {SCHEMA} object: nested too deep")
+    for names, kind in ((TEXTS, str), (COUNTS, int), (MAPPINGS, dict), (("arms", "argv", "correctness"), list)):
+        for name in names:
+            if not isinstance(data[name], kind) or isinstance(data[name], bool):
+                raise ValueError(f"{name}={_short(data[name])} is no {kind.__name__}")
+    for name in ("arms", "argv"):
+        if not all(isinstance(text, str) for text in data[name]):
+            raise ValueError(f"{name}={_short(data[name])} holds something else than text")
+    if not isinstance(data["device"].get("name"), str):
+        raise ValueError(f"device.name={_short(data['device'].get('name'))} is no text")
+
+
 def _correctness(block: dict[str, Any]) -> Correctness:
     comparisons = tuple(Comparison(c["quantity"], float(c["error"]), c["budget"]) for c in block.pop("comparisons"))
+    typed = isinstance(block["cursor_equal"], bool) and all(type(block[name]) is int for name in CHECK_COUNTS)
+    if not typed or not all(isinstance(c.quantity, str) for c in comparisons):
+        raise ValueError("a correctness block holds a name, a count or a flag of another type")
     return Correctness(
         comparisons=comparisons, rows=tuple(block.pop("rows")), copies=tuple(block.pop("copies")), **block
     )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number that JSON can hold")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{_short(text)} is beyond a float")
+    return number
+
+
+def _finite_integer(text: str) -> int:
+    number = int(text)
+    _finite(text)
+    return number
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
