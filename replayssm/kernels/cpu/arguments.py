@@ -8,6 +8,7 @@ have the same share of the rows that flush, and further where the batch is too s
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numba
@@ -17,13 +18,21 @@ from numba.np.ufunc.parallel import get_thread_id
 from torch import Tensor
 
 from replayssm.kernels.cpu.compilation import inlined
-from replayssm.kernels.cpu.lanes import FLOAT32, INT32, INT64, LINE, WIDTH, pointer
+from replayssm.kernels.cpu.lanes import FLOAT32, INT32, INT64, LINE, ROW, WIDTH, pointer
 
+PARTS_PER_THREAD = 1
+"""A row is split into this many tasks for each thread."""
 TASKS_PER_THREAD = 4
+"""And into more where the whole batch would give a thread fewer tasks than this."""
 CONFIG: dict[str, Any] = {
     "lanes": WIDTH,
+    "row_in_registers": ROW,
+    "parts_per_thread": PARTS_PER_THREAD,
     "tasks_per_thread": TASKS_PER_THREAD,
+    "prefetch": "ring",
+    "chosen": "TODO",
 }
+"""The launch configuration, one for stored and replay steps, as a record keeps it."""
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -95,11 +104,24 @@ def sizes_of(
         raise ValueError(f"inputs have dtype {dtype}; accepted: {', '.join(map(str, INPUT_DTYPES))}")
     if state.dim() != 4 or state.shape[1] % groups:
         raise ValueError(f"state has shape {list(state.shape)}; accepted: [S, H, P, N] with H a multiple of {groups}")
-    slots, heads, P, N = state.shape
-    capacity, interval_length = (1, 1) if layer is None else _standard_decoding(layer)
+    ring = (1, 1) if layer is None else _standard_decoding(layer)
+    return _sizes(state.shape, rows, groups, dtype is torch.bfloat16, ring, numba.get_num_threads(), vectors)
+
+
+@lru_cache(maxsize=256)
+def _sizes(
+    state: tuple[int, ...],
+    rows: int,
+    groups: int,
+    narrow: bool,
+    ring: tuple[int, int],
+    threads: int,
+    vectors: tuple[int, int, int],
+) -> Sizes:
+    """Kept, since at batch 1 working them out takes a tenth of a step's time outside of the kernel."""
+    (slots, heads, P, N), (capacity, interval_length) = state, ring
     p_padded, n_padded, tokens_padded = padded(P), padded(N), padded(interval_length)
-    threads = numba.get_num_threads()
-    parts = min(heads, max(threads, -(-TASKS_PER_THREAD * threads // max(1, rows))))
+    parts = min(heads, max(PARTS_PER_THREAD * threads, -(-TASKS_PER_THREAD * threads // max(1, rows))))
     floats = (interval_length + vectors[0]) * p_padded + (interval_length + vectors[1]) * n_padded
     return Sizes(
         rows=rows,
@@ -113,7 +135,7 @@ def sizes_of(
         capacity=capacity,
         interval_length=interval_length,
         tokens_padded=tokens_padded,
-        narrow=int(dtype is torch.bfloat16),
+        narrow=int(narrow),
         heads_per_task=-(-heads // parts),
         threads=threads,
         floats=floats + vectors[2] * tokens_padded,

@@ -54,6 +54,8 @@ from replayssm.kernels.cpu.lanes import (
     pointer,
     prefetch,
     prefetch_span,
+    prefetch_span_to_write,
+    prefetch_to_write,
     splat,
     splat_row,
     store,
@@ -370,6 +372,7 @@ def _step_head(token: _Token, sizes: Sizes, channels: int, own: _Scratch, at: in
 def _read_head(token: _Token, ring: _Ring, sizes: Sizes, channels: int, own: _Scratch, place: Place) -> None:
     """Output from checkpoint, ring and token, then append the token with its d."""
     V, K = sizes.P, sizes.N
+    _prefetch_append(token, ring, sizes, channels, place)
     _read_rows(advance(pointer(token.state, FLOAT32), place.at_slot * V * K), ring, sizes, channels, own, place)
     ring_d, last = pointer(ring.d, FLOAT32), entry(place.at_slot, place.length, place.oldest, sizes.capacity)
     beta, kq = splat(pointer(token.beta, FLOAT32)[place.at]), splat(dot(own.k, own.q, K))
@@ -408,6 +411,20 @@ def _append_key(token: _Token, ring: _Ring, sizes: Sizes, place: Place, k_rnorm:
     last = entry(place.slot * sizes.groups + place.group, place.length, place.oldest, sizes.capacity)
     copy(ring.k, last * sizes.N, token.k, (place.row * sizes.groups + place.group) * sizes.N, sizes.N, sizes.narrow)
     pointer(ring.k_rnorm, FLOAT32)[last] = k_rnorm
+
+
+@inlined
+def _prefetch_append(token: _Token, ring: _Ring, sizes: Sizes, channels: int, place: Place) -> None:
+    """Ask for what is written when the head is read: the token's ring entry and the output."""
+    last = entry(place.at_slot, place.length, place.oldest, sizes.capacity)
+    size = sizes.P * (4 - 2 * sizes.narrow)
+    prefetch_span_to_write(ring.d + last * 4 * sizes.P, 4 * sizes.P)
+    if channels == 0:
+        prefetch_to_write(ring.g + 4 * last)
+    else:
+        prefetch_span_to_write(ring.g + last * 4 * sizes.N, 4 * sizes.N)
+    prefetch_span_to_write(token.out + place.at * size, size)
+    prefetch_span(token.v + place.at * size, size)
 
 
 @inlined

@@ -250,21 +250,39 @@ def store_input(typing: Any, address: Any, index: Any, count: Any, value: Any, n
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Ask for the cache line at ``address``; a hint, so it may lie anywhere."""
+    """Ask for the cache line at ``address`` to read it; a hint, so it may lie anywhere."""
+    return types.void(types.intp), lambda context, *generation: _prefetch(context, *generation, 0)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, _I32(0), _I32(3), _I32(1)])
-        return context.get_dummy_value()
 
-    return types.void(types.intp), generate
+@intrinsic
+def prefetch_to_write(typing: Any, address: Any) -> Any:
+    """Ask for the cache line at ``address`` to write it.
+
+    Stores retire in order: one that misses all caches holds up those behind it.
+    """
+    return types.void(types.intp), lambda context, *generation: _prefetch(context, *generation, 1)
+
+
+def _prefetch(context: Any, builder: Any, signature: Any, arguments: Any, write: int) -> Any:
+    place = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, _I32(write), _I32(3), _I32(1)])
+    return context.get_dummy_value()
 
 
 @inlined
 def prefetch_span(address: int, size: int) -> None:
-    """Ask for all cache lines of ``size`` bytes."""
+    """Ask for all cache lines of ``size`` bytes, to read them."""
     for line in range(address, address + size, LINE):
         prefetch(line)
+    prefetch(address + size - 1)
+
+
+@inlined
+def prefetch_span_to_write(address: int, size: int) -> None:
+    """Ask for all cache lines of ``size`` bytes, to write them."""
+    for line in range(address, address + size, LINE):
+        prefetch_to_write(line)
+    prefetch_to_write(address + size - 1)
 
 
 @inlined
@@ -344,15 +362,18 @@ def total(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def dot_row(typing: Any, a: Any, b: Any) -> Any:
-    """Sum of the products of two rows, in two chains of lanes and then as a tree."""
+    """Sum of the products of two rows.
+
+    One chain over the lanes, then a tree: taking the pieces in memory order is what hardware prefetchers follow.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pieces = [[_piece(builder, r, first) for first in range(0, ROW, WIDTH)] for r in arguments]
-        pairs = list(zip(*pieces, strict=True))
-        sums = [builder.fmul(*pairs[0]), builder.fmul(*pairs[1])]
-        for number, (x, y) in enumerate(pairs[2:]):
-            sums[number % 2] = _fma(builder, x, y, sums[number % 2])
-        return _total(builder, builder.fadd(*sums))
+        pieces = [[_piece(builder, r, start) for start in range(0, ROW, WIDTH)] for r in arguments]
+        (x, y), *rest = zip(*pieces, strict=True)
+        products = builder.fmul(x, y)
+        for x, y in rest:
+            products = _fma(builder, x, y, products)
+        return _total(builder, products)
 
     return types.float32(row, row), generate
 

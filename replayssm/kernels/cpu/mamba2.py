@@ -55,6 +55,8 @@ from replayssm.kernels.cpu.lanes import (
     pointer,
     prefetch,
     prefetch_span,
+    prefetch_span_to_write,
+    prefetch_to_write,
     splat,
     splat_row,
     store,
@@ -280,6 +282,7 @@ def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place
 def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: float) -> None:
     """Output from checkpoint, ring and token, then append the token."""
     P, state = sizes.P, advance(pointer(token.state, FLOAT32), place.at_slot * sizes.P * sizes.N)
+    _prefetch_append(token, ring, sizes, place)
     _read_rows(state, ring, sizes, own, place)
     for p in range(0, P, WIDTH):
         y = mul(splat(decay), load(own.y, p))
@@ -301,6 +304,16 @@ def _prefetch_entry(ring: _Ring, sizes: Sizes, place: Place, j: int) -> None:
     prefetch_span(ring.x + entry(place.at_slot, j, place.oldest, sizes.capacity) * size, size)
     if j == 0:
         prefetch(ring.dt + 4 * (place.at_slot + 1) * sizes.capacity)
+
+
+@inlined
+def _prefetch_append(token: _Token, ring: _Ring, sizes: Sizes, place: Place) -> None:
+    """Ask for what is written when the head is read: the token's ring entry and the output."""
+    last, size = entry(place.at_slot, place.length, place.oldest, sizes.capacity), sizes.P * (4 - 2 * sizes.narrow)
+    prefetch_span_to_write(ring.x + last * size, size)
+    prefetch_to_write(ring.dt + 4 * last)
+    prefetch_span_to_write(token.out + place.at * size, size)
+    prefetch_span(token.x + place.at * size, size)
 
 
 @inlined
