@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,15 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
-from replayssm.geometry import FAMILIES, Geometry
+from replayssm.geometry import FAMILIES, MAX_INTERVAL_LENGTH, Geometry
 from replayssm.layout import FORMATS
 
 __all__ = ["Case", "ConfigError", "Precision", "Timing", "arms_from_config", "case_from_config", "case_hash"]
 
 ARMS = Path(__file__).parent / "arms"
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""``quota period`` of the container, or ``max period``."""
 MODELS = Path(__file__).parents[1] / "configs" / "model"
 
-MAX_INTERVAL_LENGTH = 64
 PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
 DEVICES = ("cpu",)
@@ -38,7 +40,7 @@ TRACKERS = ("none",)
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
     *("experiment", "model", "batch_size", "interval_length", "phase", "precision", "timing", "tracker", "arms"),
-    *("device", "threads", "seed", "dry_run", "records"),
+    *("device", "threads", "seed", "dry_run", "repeat", "records"),
 )
 MODEL_FIELDS = (
     *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
@@ -120,6 +122,7 @@ def case_from_config(config: Mapping[str, Any]) -> Case:
     )
     arms_from_config(config)
     flag(config, "dry_run")
+    flag(config, "repeat")
     text(config, "records", "a folder")
     only(config, ["name"], "tracker")
     choice(config, "tracker.name", TRACKERS)
@@ -201,8 +204,14 @@ def _state_formats_in(file: Path) -> tuple[str, ...]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: its affinity, less where a container's quota or NUMBA_NUM_THREADS says so."""
+    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    quota = CPU_QUOTA.read_text().split() if CPU_QUOTA.is_file() else ["max"]
+    if quota[0] != "max":
+        limits.append(math.ceil(int(quota[0]) / int(quota[1])))
+    if os.environ.get("NUMBA_NUM_THREADS", "").isdigit():
+        limits.append(int(os.environ["NUMBA_NUM_THREADS"]))
+    return max(1, min(limits))
 
 
 def _precision(config: Mapping[str, Any]) -> Precision:

@@ -32,7 +32,7 @@ def main(config: dict[str, Any]) -> int:
         print(dry_run_line(case, arms))
         return 0
     folder = Path(config["records"])
-    waiting = runner.pending([case], arms, folder)
+    waiting = runner.pending([case], arms, folder, config["repeat"])
     if not waiting:
         print(f"{label(case)}: recorded already in {folder}")
         return 0
@@ -73,13 +73,10 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
     rate = NOMINAL_BYTES_PER_S * case.threads
     copies = runner.copies_of(case, cpu()["last_level_cache_bytes"])
     sample_s = copies * case.interval_length * case.timing.cycles_per_sample * plain.floor_ns(rate, rate) / 1e9
-    # Arms in plain torch pass over the state several times; warm-up and checks cost about five rounds.
-    total_s = (
-        case.timing.replicates
-        * (case.timing.rounds + 5)
-        * sample_s
-        * sum(4 if arm.endswith("/torch") else 1 for arm in arms)
-    )
+    # Arms in plain torch pass over the state several times, A/A and bandwidth kernels cost about two arms more, warm-up
+    # and checks about five rounds.
+    arms_s = sample_s * (2 + sum(4 if arm.endswith("/torch") else 1 for arm in arms))
+    total_s = case.timing.replicates * (case.timing.rounds + 5) * arms_s
     return (
         f"{case_hash(case)}  {label(case)}: stored {plain.total_bytes / 1e6:.1f} MB a step, replay "
         f"{replay.total_bytes / 1e6:.1f} MB; floor {plain.floor_ns(rate, rate) / 1e3:.0f} and "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,11 +49,13 @@ def main() -> int:
     """Run what is pending, then rebuild the results. Returns 1 if an arm was wrong, failed or ran out of time."""
     parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=Path, default=ROOT / "results/local/records", help="folder of the records")
+    parser.add_argument("--repeat", action="store_true", help="measure again what is recorded already")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="start no case after this many seconds")
     parser.add_argument("--out", type=Path, default=ROOT / "results/local", help="where tables, figures, report go")
     arguments = parser.parse_args()
     console = Console()
     try:
-        failures = measure(arguments.records, console)
+        failures = measure(arguments.records, console, arguments.repeat, arguments.budget_s)
     except KeyboardInterrupt:
         console.print("interrupted; nothing recorded is lost, the same command goes on from here")
         return 130
@@ -60,13 +63,14 @@ def main() -> int:
     return subprocess.run(rebuild, cwd=ROOT).returncode or int(failures > 0)
 
 
-def measure(folder: Path, console: Console) -> int:
-    """Run the pending cases with a progress bar; returns how many arms failed."""
+def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> int:
+    """Run the pending cases with a progress bar, as far as the time budget goes; returns how many arms failed."""
+    deadline = time.monotonic() + budget_s
     by_arms: dict[tuple[str, ...], list[Case]] = {}
     for case, arms in jobs():
         by_arms.setdefault(arms, []).append(case)
     total = sum(case.timing.replicates for cases in by_arms.values() for case in cases)
-    waiting = [(arms, *left) for arms, cases in by_arms.items() for left in runner.pending(cases, arms, folder)]
+    waiting = [(arms, *left) for arms, cases in by_arms.items() for left in runner.pending(cases, arms, folder, repeat)]
     pending = sum(len(cases) for _, _, cases in waiting)
     console.print(f"kernel experiment: {total} runs, {total - pending} recorded already in {folder}")
     failures = 0
@@ -94,8 +98,10 @@ def measure(folder: Path, console: Console) -> int:
             if not console.is_terminal:
                 progress.print(f"done: {label(case)}, replicate {replicate}")
 
-        for arms, replicate, cases in waiting:
-            runner.run(replicate, cases, arms, folder, tuple(sys.argv), runner.Watcher(started, done))
+        watcher = runner.Watcher(started, done, enough=lambda: time.monotonic() > deadline)
+        ran = [runner.run(n, cases, arms, folder, tuple(sys.argv), watcher) for arms, n, cases in waiting]
+    if left := pending - sum(map(len, ran)):
+        console.print(f"{left} runs not started within --budget-s={budget_s:g}; the same command goes on with them")
     return failures
 
 

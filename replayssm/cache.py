@@ -25,9 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from replayssm.geometry import Geometry
-
-MAX_INTERVAL_LENGTH = 64
+from replayssm.geometry import MAX_INTERVAL_LENGTH, Geometry
 
 
 class SlotError(ValueError):
@@ -49,7 +47,8 @@ class Batch:
 
     slots: tuple[Slot | None, ...]
     index: Tensor
-    checked: int = field(default=-1, repr=False)
+    cache: int
+    checked: int = field(repr=False)
     """The cache's count of releases when the batch was last found valid."""
 
 
@@ -170,14 +169,14 @@ class ReplayCache:
         """Map the rows of a step to slots; None is a padding row, which no kernel reads or writes."""
         self._indices([slot for slot in slots if slot is not None])
         index = [-1 if slot is None else slot.index for slot in slots]
-        return Batch(tuple(slots), torch.tensor(index, dtype=torch.int64, device=self.state.device), self._releases)
+        rows = torch.tensor(index, dtype=torch.int64, device=self.state.device)
+        return Batch(tuple(slots), rows, self._identity, self._releases)
 
     def index(self, batch: Batch) -> Tensor:
         """The batch's ``[B]`` slot numbers for a kernel, -1 for padding. Raises ``SlotError`` on a stale or foreign
         slot; costs nothing while no slot of the cache has been released since the last check.
         """
-        foreign = any(slot is not None and slot.cache != self._identity for slot in batch.slots)
-        if foreign or batch.checked != self._releases:
+        if batch.cache != self._identity or batch.checked != self._releases:
             self._indices([slot for slot in batch.slots if slot is not None])
             batch.checked = self._releases
         return batch.index
@@ -245,7 +244,7 @@ class ReplayCache:
         for slot in slots:
             if slot.cache != self._identity:
                 raise SlotError(f"slot {slot.index} belongs to another cache")
-            if self._tenancy[slot.index] != slot.tenancy or slot.index in self._free:
+            if self._tenancy[slot.index] != slot.tenancy:
                 raise SlotError(f"slot {slot.index} was released; the batch is stale")
         indices = [slot.index for slot in slots]
         if len(set(indices)) != len(indices):

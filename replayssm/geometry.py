@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAMILIES = ("mamba2", "gdn", "kda")
+MAX_INTERVAL_LENGTH = 64
+"""Longest interval: kernels keep a row's whole ring in fast memory, and beyond it ring traffic only grows."""
 
 
 @dataclass(frozen=True)

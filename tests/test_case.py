@@ -47,6 +47,7 @@ CONFIG: dict[str, Any] = {
     "threads": 1,
     "seed": 0,
     "dry_run": False,
+    "repeat": False,
     "records": "results/local/records",
 }
 ABSENT = object()

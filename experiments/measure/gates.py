@@ -1,11 +1,12 @@
 """Correctness gates: one whole flush cycle of an arm against the plain recurrence in float64, from the arm's own state.
 
-Before and after timing, the state is taken as the arm left it, one more cycle runs through the very calls that are
-timed, and outputs, state, ring, cursor and flush counts are compared with what the protocol and the recurrence give.
+Before and after timing, the state is taken as the arm left it, one more cycle runs pass by pass through the calls that
+are timed, and outputs, state, ring, cursor and flush counts are compared with what protocol and recurrence give.
 Between flushes a checkpoint must not change at all: an arm that steps its state instead of replaying gives the right
 numbers too, at another price. The passes since the start must be those of whole cycles, for stored arms as well, whose
 state would not show a cycle of another length. The reference knows nothing of replay: it starts from the checkpoint and
-steps through the tokens that the row's ring should hold, then through the cycle.
+steps through the tokens that the row's ring should hold, then through the cycle. Only to judge the ring itself, in the
+middle and at the end of the cycle, is it folded into the checkpoint, in float64.
 
 Budgets come from data: twice the error that an honest float32 version of the stored recurrence makes on the same rows,
 with the same input dtype and one rounding of the output. A few rows of a few copies are compared in float64, drawn anew
@@ -37,11 +38,12 @@ MARK = 1.0
 
 @dataclass
 class Cycle:
-    """What one cycle gives for the checked rows: ``outputs [L,C,R,H,P]``; the state when the row last flushed and the
-    state at the end of the cycle, ``[C,R,H,P,N]`` each (C copies, R rows).
+    """What one cycle gives for the checked rows: ``outputs [L,C,R,H,P]``; the state in the middle of the cycle, when
+    the row last flushed, and at the end of the cycle, ``[C,R,H,P,N]`` each (C copies, R rows).
     """
 
     outputs: Tensor
+    middle: Tensor
     flushed: Tensor
     final: Tensor
 
@@ -76,12 +78,15 @@ class Check:
             passed.append(layers.out.clone())
             unwritten += int((~layers.out.isfinite()).sum())
             rewritten += self._rewritten(layers, passes, before)
+            if passes == self.case.interval_length // 2:
+                middle = self._folded(layers)
         outputs = torch.stack(passed)
         checked = outputs[:, self.copies[:, None], self.rows]
         cycles = cycles_before + 1
         comparisons = [
             _compare("output", checked, truth.outputs, honest.outputs.to(layers.out.dtype), 2),
             _exact("output elements not written or not finite", unwritten),
+            _compare("state, and ring in the middle of the cycle", middle, truth.middle, honest.middle, 3),
             *self._states(layers, truth, honest),
             _exact("state elements written between flushes", rewritten),
             _exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
@@ -127,15 +132,22 @@ class Check:
         checkpoint = self._rows_of(layers.state)
         if not layers.flushes_per_cycle:
             return [_compare("state", checkpoint, truth.final, honest.final, 3)]
+        return [
+            _compare("state", checkpoint, truth.flushed, honest.flushed, 3),
+            _compare("state and ring", self._folded(layers), truth.final, honest.final, 3),
+        ]
+
+    def _folded(self, layers: Any) -> Tensor:
+        """What the checkpoint and the ring stand for, ``[C,R,H,P,N]`` in float64; a stored arm's state as it is."""
+        checkpoint = self._rows_of(layers.state).double()
+        if not layers.flushes_per_cycle:
+            return checkpoint
         family, folded = FAMILIES[self.case.geometry.family], []
-        for copy, state in zip(self.copies.tolist(), checkpoint.double(), strict=True):
+        for copy, state in zip(self.copies.tolist(), checkpoint, strict=True):
             ring = ordered_ring(layers.cache.layer(copy), self.rows)
             weights = (layers.tokens.at(0, copy).A,) if self.case.geometry.family == "mamba2" else ()
             folded.append(family.fold(state, ring, layers.cursor[self.rows], *weights))
-        return [
-            _compare("state", checkpoint, truth.flushed, honest.flushed, 3),
-            _compare("state and ring", torch.stack(folded), truth.final, honest.final, 3),
-        ]
+        return torch.stack(folded)
 
     def _rows_of(self, tensor: Tensor) -> Tensor:
         return tensor[self.copies[:, None], self.rows].clone()
@@ -151,23 +163,24 @@ class Check:
             self._steps(layers.tokens, copy, state.to(dtype), in_ring)
             for copy, state in zip(self.copies.tolist(), checkpoint, strict=True)
         ]
-        outputs, flushed, final = zip(*results, strict=True)
+        outputs, *states = zip(*results, strict=True)
         self._start[dtype] = checkpoint
-        self._references[dtype] = Cycle(torch.stack(outputs, dim=1), torch.stack(flushed), torch.stack(final))
+        self._references[dtype] = Cycle(torch.stack(outputs, dim=1), *(torch.stack(state) for state in states))
         return self._references[dtype]
 
-    def _steps(self, tokens: Tokens, copy: int, state: Tensor, in_ring: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _steps(self, tokens: Tokens, copy: int, state: Tensor, in_ring: Tensor) -> tuple[Tensor, ...]:
         """One copy's rows: first through the ``in_ring [R]`` tokens behind the checkpoint, then through the cycle."""
         step, length = FAMILIES[self.case.geometry.family].step, self.case.interval_length
         for passes in range(-int(in_ring.max()), 0):
             _, stepped = step(state, tokens.at(passes, copy).rows(self.rows))
             state = torch.where((in_ring >= -passes).view(-1, 1, 1, 1), stepped, state)
-        outputs, flushed = [], state
+        outputs, middle, flushed = [], state, state
         for passes in range(length):
             y, state = step(state, tokens.at(passes, copy).rows(self.rows))
             outputs.append(y)
+            middle = state if passes == length // 2 else middle
             flushed = torch.where((in_ring == length - 1 - passes).view(-1, 1, 1, 1), state, flushed)
-        return torch.stack(outputs), flushed, state
+        return torch.stack(outputs), middle, flushed, state
 
 
 def mark_copies(layers: Any) -> None:

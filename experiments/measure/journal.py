@@ -15,8 +15,8 @@ from pathlib import Path
 
 from experiments.measure.record import Record, read_lines
 
-FINAL = ("ok", "oom", "unsupported", "incorrect")
-"""Statuses that running again would not change; ``error`` and ``timeout`` are tried again."""
+FINAL = ("ok", "unsupported", "incorrect")
+"""Statuses that running again would not change; ``oom``, ``error`` and ``timeout`` are tried again."""
 
 
 class Journal:
@@ -41,8 +41,10 @@ class Journal:
         os.fsync(self._file)
 
 
-def finished(folder: Path) -> set[tuple[str, str, str, str, str, int]]:
-    """Resume keys of the records under ``folder`` that need not be measured again: final status, complete group."""
+def finished(folder: Path) -> list[set[tuple[str, str, str, str, str, int]]]:
+    """For each complete group under ``folder`` the resume keys of its records of final status. Arms are compared within
+    a group, so a case is done when one group, not several together, holds all its arms.
+    """
     groups: dict[str, list[Record]] = {}
     for _, _, text in read_lines(folder):
         try:
@@ -51,4 +53,4 @@ def finished(folder: Path) -> set[tuple[str, str, str, str, str, int]]:
             continue
         groups.setdefault(record.group, []).append(record)
     complete = (group for group in groups.values() if {r.arm for r in group} == set(group[0].arms))
-    return {record.key for group in complete for record in group if record.status in FINAL}
+    return [{record.key for record in group if record.status in FINAL} for group in complete]

@@ -86,9 +86,6 @@ class StoredLayers:
         """``[copies,B]`` folds the kernels counted since the start."""
         return torch.zeros(self.copies, self.case.batch_size, dtype=torch.int64)
 
-    def ring_rows(self, copy: int, rows: Tensor) -> dict[str, Tensor]:
-        return {}
-
 
 class ReplayLayers:
     """Copies of a replay layer, as the layers of one `ReplayCache`; otherwise like `StoredLayers`."""
@@ -144,10 +141,6 @@ class ReplayLayers:
         for copy, layer in enumerate(self._layers):
             self._step(self.out[copy], layer, self.tokens.at(passes, copy), slots)
         self.cache.commit(batch)
-
-    def ring_rows(self, copy: int, rows: Tensor) -> dict[str, Tensor]:
-        """Copies of the ring tensors of some rows, as they lie in memory."""
-        return {name: tensor[copy, rows].clone() for name, tensor in self.cache.ring.items()}
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from experiments.case import cores
 from experiments.measure.sources import ROOT
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
@@ -51,14 +52,15 @@ def environment() -> dict[str, str]:
 
 def cpu() -> dict[str, Any]:
     """The CPU as a device: name, cores usable by this process, memory and last-level cache in bytes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    arm = [_field("/proc/cpuinfo", name) for name in ("CPU implementer", "CPU part")]
+    model = _field("/proc/cpuinfo", "model name") or _sysctl("machdep.cpu.brand_string")
+    model = model or " ".join(filter(None, [platform.machine(), *arm]))
     memory = _field("/proc/meminfo", "MemTotal")
     return {
-        "name": f"{model}, {cores} cores",
+        "name": f"{model}, {cores()} cores",
         "kind": "cpu",
-        "cores": cores,
-        "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
+        "cores": cores(),
+        "memory_bytes": int(memory.split()[0]) * 1024 if memory else _sysctl_number("hw.memsize"),
         "last_level_cache_bytes": _last_level_cache(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
@@ -89,21 +91,30 @@ def available_memory_bytes() -> int | None:
 
 
 def _last_level_cache() -> int | None:
-    levels = []
-    for index in (_CPU / "cpu0" / "cache").glob("index*"):
-        level, size = _first_line(index / "level"), _first_line(index / "size")
-        if level and size and size.endswith("K"):
-            levels.append((int(level), int(size[:-1]) * 1024))
+    """Bytes of the last-level caches of all cores that this process may use: a kernel's threads fill each of them."""
+    levels: dict[tuple[int, str], int] = {}
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        for index in (_CPU / f"cpu{core}" / "cache").glob("index*"):
+            level, size = _first_line(index / "level"), _first_line(index / "size")
+            if level and size and size.endswith("K"):
+                levels[int(level), _first_line(index / "shared_cpu_list") or ""] = int(size[:-1]) * 1024
     if levels:
-        return max(levels)[1]
-    for name in ("hw.l3cachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize"):
-        try:
-            size = subprocess.run(("sysctl", "-n", name), capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        if size.isdigit() and int(size):
-            return int(size)
-    return None
+        last = max(level for level, _ in levels)
+        return sum(size for (level, _), size in levels.items() if level == last)
+    return _sysctl_number("hw.l3cachesize")  # Apple's own chips do not tell the size of their system-level cache
+
+
+def _sysctl(name: str) -> str | None:
+    """A value of macOS's sysctl."""
+    try:
+        return subprocess.run(("sysctl", "-n", name), capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _sysctl_number(name: str) -> int | None:
+    value = _sysctl(name)
+    return int(value) if value and value.isdigit() and int(value) else None
 
 
 def _first_line(path: str | Path) -> str | None:

@@ -26,12 +26,12 @@ from experiments.case import Case
 from experiments.measure.assemble import Group, resume_keys
 from experiments.measure.journal import Journal, finished
 from experiments.measure.sources import ROOT
-from replayssm.layout import format_of
+from replayssm.layout import Ring, format_of
 
 Outcome = dict[str, tuple[str, str, float | None]]
 """By arm: status, message, median nanoseconds of a layer step."""
 FALLBACK_CACHE_BYTES = 64 << 20
-"""Taken for the last-level cache where the system does not tell its size; larger than any laptop's."""
+"""Taken for the last-level cache where the system does not tell its size, and recorded as assumed."""
 GRACE_S = 1.0
 """Time a worker gets to end by itself: more than appending a group takes, so that none is cut short."""
 Events = queue.Queue[dict[str, Any] | None]
@@ -44,24 +44,34 @@ class Watcher:
 
     started: Callable[[Case, int], None] = lambda case, replicate: None
     done: Callable[[Case, int, Outcome], None] = lambda case, replicate, outcome: None
+    enough: Callable[[], bool] = lambda: False
 
 
-def pending(cases: Sequence[Case], arms: tuple[str, ...], folder: Path) -> list[tuple[int, list[Case]]]:
-    """Cases still to run, by replicate: those of which an arm has no final record in ``folder``."""
-    known = finished(folder)
+def pending(
+    cases: Sequence[Case], arms: tuple[str, ...], folder: Path, repeat: bool = False
+) -> list[tuple[int, list[Case]]]:
+    """Cases still to run, by replicate: those of which no group in ``folder`` has final records of all arms; with
+    ``repeat`` all of them.
+    """
+    groups = [] if repeat else finished(folder)
     last = max(case.timing.replicates for case in cases)
-    by_replicate = [
-        (n, [c for c in cases if n < c.timing.replicates and not resume_keys(c, arms, n) <= known]) for n in range(last)
-    ]
+
+    def done(case: Case, replicate: int) -> bool:
+        wanted = resume_keys(case, arms, replicate)
+        return any(wanted <= group for group in groups)
+
+    by_replicate = [(n, [c for c in cases if n < c.timing.replicates and not done(c, n)]) for n in range(last)]
     return [(replicate, left) for replicate, left in by_replicate if left]
 
 
 def run(
     replicate: int, cases: Sequence[Case], arms: tuple[str, ...], folder: Path, argv: tuple[str, ...], watcher: Watcher
 ) -> list[Outcome]:
-    """Run ``cases`` as replicate ``replicate``; returns their outcomes when each has its records in ``folder``."""
+    """Run ``cases`` as replicate ``replicate``; returns their outcomes when each has its records in ``folder``, or
+    fewer if ``watcher.enough`` said so between two cases.
+    """
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(cases):
+    while len(outcomes) < len(cases) and not watcher.enough():
         outcomes += _one_process(replicate, list(cases[len(outcomes) :]), arms, folder, argv, watcher)
     return outcomes
 
@@ -70,6 +80,17 @@ def copies_of(case: Case, cache_bytes: int | None) -> int:
     """Copies of the state that rotate, so that together they exceed the last-level cache by the cold factor."""
     copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
     return math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes)
+
+
+def needed_bytes(case: Case, arms: int, copies: int) -> int:
+    """Memory that a group needs at most: the state, ring and outputs of each arm, the initial state, the buffer of the
+    bandwidth kernels, and the outputs that the checks of two arms hold.
+    """
+    state = format_of(case.precision.state).state_bytes(case.geometry)
+    ring = Ring(inputs=case.precision.inputs).token_bytes(case.geometry)[0] * max(1, case.interval_length - 1)
+    output = case.geometry.heads * case.geometry.head_dim * 4
+    a_row = arms * (state + ring + output) + 2 * state + 2 * case.interval_length * output
+    return case.batch_size * copies * a_row
 
 
 def _one_process(
@@ -109,7 +130,7 @@ def _one_process(
                 outcome = dict.fromkeys(arms, (*failure, None))
             outcomes.append(outcome)
             watcher.done(case, replicate, outcome)
-            if worker.returncode is not None:
+            if worker.returncode is not None or watcher.enough():
                 break
     finally:
         _end(worker)

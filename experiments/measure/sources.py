@@ -1,7 +1,7 @@
 """Which source files an arm consists of, and their hash: part of the resume key; changed code is measured again.
 
-Found by walking the import statements of the arm's file, without importing anything. The harness itself
-(`experiments.measure`) is left out: it is the same for all arms, and the git revision in each record names it.
+Found by walking the import statements of the arm's file, without importing anything. What is timed around the arm's
+kernel (`experiments.measure.layers`) and the inputs belong to it; the rest of the harness does not run inside a sample.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("replayssm", "experiments.arms")
+PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", "experiments.measure.layers")
 
 
 def arm_file(arm: str) -> Path:

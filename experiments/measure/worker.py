@@ -25,7 +25,7 @@ from experiments.measure import gates, provenance
 from experiments.measure.assemble import Group, case_from_dict, order_seed
 from experiments.measure.journal import Journal
 from experiments.measure.record import Correctness, Record
-from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of
+from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes
 from experiments.measure.sources import arm_file
 from experiments.measure.timing import Samples, interleave, warm_up
 from replayssm.kernels.cpu import bandwidth
@@ -69,10 +69,11 @@ class RaisedError(Exception):
 def run_group(group: Group) -> list[Record]:
     """Run all arms of a case and return one record each; failures of an arm are its record, never an exception."""
     case = group.case
-    cache_bytes = provenance.cpu()["last_level_cache_bytes"] or FALLBACK_CACHE_BYTES
+    told = provenance.cpu()["last_level_cache_bytes"]
+    cache_bytes = told or FALLBACK_CACHE_BYTES
     copies = copies_of(case, cache_bytes)
     copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
-    needed, free = (len(group.arms) + 2) * copies * copy_bytes, provenance.available_memory_bytes()
+    needed, free = needed_bytes(case, len(group.arms), copies), provenance.available_memory_bytes()
     if free is not None and needed > MEMORY_SHARE * free:
         predicted = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
         return group.failures("oom", predicted)
@@ -87,6 +88,8 @@ def run_group(group: Group) -> list[Record]:
         "copies": copies,
         "rotated_bytes": copies * copy_bytes,
         "last_level_cache_bytes": cache_bytes,
+        "last_level_cache_assumed": told is None,
+        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
         "cycles_per_sample": case.timing.cycles_per_sample,
         "interval_length": case.interval_length,
         "timer": "time.perf_counter_ns",

@@ -103,7 +103,7 @@ def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,HV,V]``, of the next token from checkpoint and ring; the state is never formed."""
     q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     share = state.shape[1] // k.shape[1]
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
 
@@ -119,7 +119,7 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
 
 def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """The checkpoint ``[B,HV,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
     weight = torch.exp(after(ring.g, -1))
     return torch.exp(ring.g.sum(-1))[..., None, None] * state + torch.einsum(
@@ -131,20 +131,20 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """As `fold`, with ``d`` solved again from ``v``, ``k``, ``beta`` and ``g`` against the checkpoint; ``ring.d`` is
     not used. Raises ``ValueError`` if the ring holds no raw inputs.
     """
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     if ring.v is None or ring.beta is None:
         raise ValueError("fold_raw needs a ring with v and beta; this one holds d only")
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
     Hk = torch.exp(ring.g.cumsum(-1))[..., None] * torch.einsum("bhvk,bhjk->bhjv", state, k)
     kk = torch.einsum("bhsk,bhrk->bhsr", k, k)
-    d = _solve(kk * torch.exp(between(ring.g, -1)), ring.v - Hk, ring.beta)
+    d = corrected_values(kk * torch.exp(between(ring.g, -1)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 
 def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,T,HV,V]``, of a window of T tokens behind the ring, chunkwise; writes nothing."""
     q, k, v, g, beta = (t.to(state.dtype).transpose(1, 2) for t in inputs)
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     share = state.shape[1] // k.shape[1]
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
     old_k = ring.k * ring.k_rnorm[..., None]
@@ -162,18 +162,18 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[T
     kk = torch.einsum("bgsk,bgrk->bgsr", k, k).repeat_interleave(share, dim=1)
     qk = torch.einsum("bgsk,bgrk->bgsr", q, k).repeat_interleave(share, dim=1)
     decay = torch.exp(between(g, -1))
-    d = _solve(kk * decay, v - history(k), beta)
+    d = corrected_values(kk * decay, v - history(k), beta)
     o = history(q) + torch.einsum("bhsr,bhrv->bhsv", qk * decay, d)
     return o.transpose(1, 2), d.transpose(1, 2)
 
 
-def _solve(products: Tensor, error: Tensor, beta: Tensor) -> Tensor:
+def corrected_values(products: Tensor, error: Tensor, beta: Tensor) -> Tensor:
     """d ``[B,H,T,V]`` from d_s + beta_s sum_{r<s} products_sr d_r = beta_s error_s, by forward substitution."""
     system = (beta[..., None] * products).tril(-1)
     return torch.linalg.solve_triangular(system, beta[..., None] * error, upper=False, unitriangular=True)
 
 
-def _valid(ring: Ring, length: Tensor, dtype: torch.dtype) -> Ring:
+def valid_ring(ring: Ring, length: Tensor, dtype: torch.dtype) -> Ring:
     """The ring in ``dtype`` with what lies behind ``length`` replaced by zeros: g = 0, d = 0, beta = 0 add nothing."""
     free = torch.arange(ring.g.shape[2], device=length.device) >= length[:, None]
 

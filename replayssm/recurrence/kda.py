@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.recurrence.decay import after, between
-from replayssm.recurrence.gdn import EPS, Inputs, Ring, _solve, _valid, rnorm
+from replayssm.recurrence.gdn import EPS, Inputs, Ring, corrected_values, rnorm, valid_ring
 
 __all__ = ["EPS", "Inputs", "Ring", "fold", "fold_raw", "gates", "read", "rnorm", "step", "verify"]
 # The tuples are those of GDN with as many key heads as value heads and g of shape [B,H,K], in the ring [B,H,J,K].
@@ -59,7 +59,7 @@ def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,H,V]``, of the next token from checkpoint and ring; the state is never formed."""
     q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
 
     total = ring.g.sum(2) + g
@@ -73,7 +73,7 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
 
 def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """The checkpoint ``[B,H,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(after(ring.g, 2))
     return torch.exp(ring.g.sum(2))[:, :, None] * state + torch.einsum("bhjv,bhjk->bhvk", ring.d, decayed_k)
 
@@ -82,19 +82,19 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     """As `fold`, with ``d`` solved again from ``v``, ``k``, ``beta`` and ``g`` against the checkpoint; ``ring.d`` is
     not used. Raises ``ValueError`` if the ring holds no raw inputs.
     """
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     if ring.v is None or ring.beta is None:
         raise ValueError("fold_raw needs a ring with v and beta; this one holds d only")
     k = ring.k * ring.k_rnorm[..., None]
     Hk = torch.einsum("bhvk,bhjk->bhjv", state, torch.exp(ring.g.cumsum(2)) * k)
-    d = _solve(_products(k, k, between(ring.g, 2)), ring.v - Hk, ring.beta)
+    d = corrected_values(_products(k, k, between(ring.g, 2)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 
 def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,T,H,V]``, of a window of T tokens behind the ring, chunkwise; writes nothing."""
     q, k, v, g, beta = (t.to(state.dtype).transpose(1, 2) for t in inputs)
-    ring = _valid(ring, length, state.dtype)
+    ring = valid_ring(ring, length, state.dtype)
     q, k = q * rnorm(q)[..., None] * q.shape[-1] ** -0.5, k * rnorm(k)[..., None]
     old_k = ring.k * ring.k_rnorm[..., None]
     G = g.cumsum(2)
@@ -107,7 +107,7 @@ def verify(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[T
         from_checkpoint = torch.einsum("bhvk,bhtk->bhtv", state, since_checkpoint * a)
         return from_checkpoint + torch.einsum("bhtj,bhjv->bhtv", _products(a, old_k, since_ring), ring.d)
 
-    d = _solve(_products(k, k, in_window), v - history(k), beta)
+    d = corrected_values(_products(k, k, in_window), v - history(k), beta)
     o = history(q) + torch.einsum("bhsr,bhrv->bhsv", _products(q, k, in_window), d)
     return o.transpose(1, 2), d.transpose(1, 2)
 
