@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from analysis import published, style
 from analysis.cells import strongest
 
+NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
 PAPER_INTERVAL = 16
 FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
 

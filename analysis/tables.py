@@ -11,8 +11,8 @@ from analysis import roofs, speedups
 from analysis.cells import CASE, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
-from experiments.measure.record import Record
 
+NAMES = ("kernel_speedups", "roofs", "failures", "exclusions", "devices")
 WHOLE = ("batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
@@ -68,15 +68,11 @@ def text(cell: Any) -> str:
     return f"{cell:g}" if isinstance(cell, float) and abs(cell) < 1e6 else str(cell)
 
 
-def _failure_row(record: Record, labels: dict[str, str]) -> dict[str, Any]:
-    return case_columns(record, labels) | {"status": record.status, "message": one_line(record.message)}
-
-
 def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for r in [*evidence.records, *evidence.failures]:
         packages = ", ".join(f"{k} {v}" for k, v in sorted(r.packages.items()))
-        name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or r.code.get("sha") or "")[:12]
+        name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or "")[:12]
         dirty = {"True": "yes", "False": "no"}.get(str(r.code.get("dirty")), "not recorded")
         row = rows.setdefault(
             (labels[name], name, sha, dirty, packages),

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 from records import ARMS, case, group, write
 
+import analysis.__main__ as command
 from analysis import figures, published, tables
 from analysis.__main__ import differences, main
 from analysis.load import load
@@ -45,10 +47,13 @@ def contents(folder):
 
 
 def copy(source, target, changed=""):
-    """Copy outputs; of the file ``changed`` one byte becomes another."""
+    """Copy outputs; of the file ``changed`` one byte in its middle becomes another."""
     for path, data in contents(source).items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_bytes(data if path != changed else data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        half = len(data) // 2
+        (target / path).write_bytes(
+            data if path != changed else data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+        )
 
 
 def check(folder, out=None):
@@ -58,7 +63,7 @@ def check(folder, out=None):
 def test_everything_is_written(built):
     expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md")}
     expected |= {f"figures/{f}.{s}" for f in FIGURES for s in ("svg", "png")} | {"report/index.html"}
-    assert set(contents(built / "out")) == expected
+    assert set(contents(built / "out")) == expected == command.OWN
 
 
 def test_the_same_records_in_another_order_give_the_same_bytes(built, tmp_path):
@@ -78,9 +83,52 @@ def test_check_accepts_what_was_built(built, capsys):
 
 
 def test_check_names_a_changed_byte(built, tmp_path, capsys):
-    copy(built / "out", tmp_path, "figures/bandwidth.png")
+    copy(built / "out", tmp_path, "figures/bandwidth.svg")
     assert check(built, tmp_path) == 1
-    assert capsys.readouterr().err == "differs: figures/bandwidth.png\n"
+    assert capsys.readouterr().err == "differs: figures/bandwidth.svg\n"
+
+
+def repaint(path, change, level):
+    """Change the pixels of a PNG file and compress it with another level."""
+    with Image.open(path) as image:
+        pixels = np.asarray(image).copy()
+    change(pixels)
+    Image.fromarray(pixels).save(path, compress_level=level)
+
+
+def nothing(pixels):
+    pass
+
+
+def rounding(pixels):
+    pixels[0, 0, 0] ^= 1
+
+
+def a_dot(pixels):
+    pixels[pixels.shape[0] // 2, 3, 1] -= 40
+
+
+@pytest.mark.parametrize(("change", "differs"), [(nothing, False), (rounding, False), (a_dot, True)])
+def test_png_files_are_compared_by_pixels(built, tmp_path, change, differs):
+    copy(built / "out", tmp_path)
+    name = "figures/bandwidth.png"
+    repaint(tmp_path / name, change, level=1)
+    assert (tmp_path / name).read_bytes() != (built / "out" / name).read_bytes()
+    assert differences(built / "out", tmp_path) == ([f"differs: {name}"] if differs else [])
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", b"\x89PNG\r\n\x1a\n"])
+def test_a_png_file_that_is_none_differs(built, tmp_path, data):
+    copy(built / "out", tmp_path)
+    (tmp_path / "figures" / "bandwidth.png").write_bytes(data)
+    assert differences(built / "out", tmp_path) == ["differs: figures/bandwidth.png"]
+
+
+def test_a_png_file_that_is_cut_short_differs(built, tmp_path):
+    copy(built / "out", tmp_path)
+    path = tmp_path / "figures" / "bandwidth.png"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert differences(built / "out", tmp_path) == ["differs: figures/bandwidth.png"]
 
 
 @pytest.mark.parametrize("name", ["tables/claims.csv", "tables/roofs.md", "figures/bandwidth.svg", "report/index.html"])
@@ -89,24 +137,41 @@ def test_a_changed_byte_of_any_output_is_a_difference(built, tmp_path, name):
     assert differences(built / "out", tmp_path) == [f"differs: {name}"]
 
 
-def test_check_names_missing_and_extra_files_and_leaves_them_alone(built, tmp_path, capsys):
+def test_check_names_missing_and_extra_files_and_leaves_them_alone(built, tmp_path, capsys, monkeypatch):
     copy(built / "out", tmp_path)
     (tmp_path / "tables" / "roofs.md").unlink()
-    (tmp_path / "figures" / "old.svg").write_text("old")
+    for name in ("figures/old.svg", "figures/notes.txt", "figures/mine/old.svg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
     before = contents(tmp_path)
     assert check(built, tmp_path) == 1
-    assert capsys.readouterr().err == "extra: figures/old.svg\nmissing: tables/roofs.md\n"
+    assert capsys.readouterr().err == "missing: tables/roofs.md\n"
+    lines = differences(built / "out", tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)  # the project's own results hold nothing but outputs
+    assert differences(built / "out", tmp_path) == ["extra: figures/old.svg", *lines]
     assert contents(tmp_path) == before
 
 
-def test_a_rebuild_removes_outputs_of_before_and_nothing_else(tmp_path):
-    for name in ("tables/old.csv", "figures/old.svg", "figures/keep.txt", "records/kept.jsonl"):
+def test_check_names_an_output_that_the_records_no_longer_give(tmp_path, capsys):
+    records, out = write(tmp_path / "none"), tmp_path / "out"
+    assert main(["--records", str(records), "--out", str(out)]) == 0
+    (out / "figures" / "bandwidth.svg").write_text("old")
+    capsys.readouterr()
+    assert main(["--records", str(records), "--out", str(out), "--check"]) == 1
+    assert capsys.readouterr().err == "extra: figures/bandwidth.svg\n"
+
+
+def test_a_rebuild_removes_its_own_outputs_of_before_and_nothing_else(tmp_path):
+    own = ("figures/bandwidth.svg", "figures/bandwidth.png", "figures/speedup_by_interval.svg")
+    others = ("tables/mine.csv", "tables/deeper/claims.csv", "figures/old.svg", "figures/keep.txt", "report/mine.html")
+    others += ("records/kept.jsonl", "report/figures/bandwidth.svg")
+    for name in (*own, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("of before")
     assert main(["--records", str(write(tmp_path / "none")), "--out", str(tmp_path)]) == 0
-    left = set(contents(tmp_path))
-    assert not {"tables/old.csv", "figures/old.svg"} & left
-    assert {"figures/keep.txt", "records/kept.jsonl"} <= left
+    left = contents(tmp_path)
+    assert not set(own) & set(left)
+    assert {left[name] for name in others} == {b"of before"}
 
 
 def test_without_records_the_claims_are_listed(tmp_path, capsys, monkeypatch):
