@@ -34,6 +34,8 @@ FALLBACK_CACHE_BYTES = 64 << 20
 """Taken for the last-level cache where the system does not tell its size, and recorded as assumed."""
 GRACE_S = 1.0
 """Time a worker gets to end by itself: more than appending a group takes, so that none is cut short."""
+EVENT = b'{"event":'
+"""How a line that a worker reports begins."""
 Events = queue.Queue[dict[str, Any] | None]
 """What a worker reported, in order; None when it has ended."""
 
@@ -144,7 +146,8 @@ def _follow(stdout: IO[bytes]) -> Events:
     def read() -> None:
         with stdout:
             for line in stdout:
-                events.put(json.loads(line))
+                if line.startswith(EVENT) and line.endswith(b"\n"):  # else printed by others, or cut short by a kill
+                    events.put(json.loads(line))
         events.put(None)
 
     threading.Thread(target=read, daemon=True).start()
