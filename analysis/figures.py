@@ -158,7 +158,8 @@ def _draw_published(ax: Axes, paper: pd.DataFrame, model: str, batches: set[int]
         second = min(1, len(where) - 1)  # where the curve is steep, so that a label above its left is free
         spot = (where[second], float(part["value"].iloc[second]))
         place = {"textcoords": "offset points", "va": "bottom"} | style.SMALL | {"ha": "right"}
-        ax.annotate(f"published, {card}", spot, (-5, 3), **place)
+        note = "\nmodel inferred" if published.model_inferred(part) else ""
+        ax.annotate(f"published, {card}{note}", spot, (-5, 3), **place)
         values += list(part["value"])
     return values
 

@@ -44,6 +44,11 @@ def kernel_range(published: pd.DataFrame) -> tuple[int, float, float]:
     return int(rows["batch_size"].iloc[0]), float(rows["value"].min()), float(rows["value"].max())
 
 
+def model_inferred(curve: pd.DataFrame) -> bool:
+    """Whether the source of a row does not name the model, which was inferred, as ``notes`` says, from the card."""
+    return any("model" in fields.split(";") for fields in curve["inferred_fields"])
+
+
 def _kernel_rows(published: pd.DataFrame) -> pd.DataFrame:
     kernel = (published["experiment"] == "kernel_standard") & (published["metric"] == "speedup")
     setting = (published["state_dtype"] == "float32") & (published["interval_length"] == 16)

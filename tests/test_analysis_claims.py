@@ -49,7 +49,7 @@ def test_every_claim_has_all_fields_and_a_unique_id():
 
 SAID = ["1.46 to 1.80", "1.20 to 1.47", "1.85 to 2.10", "0.136 to 0.0038", "6.7", "5.6", "31.3", "no gain", "100,000"]
 SAID += ["e2e_decode_speedup.py --model-id Qwen/Qwen3.5-4B", "e2e_spec_decode_throughput.py --batch-size 512"]
-SAID += ["TensorRT-LLM", "GLM-5.3-Flash and Kimi-K3", "the summaries disagree", "Tensor Cores", "rolled back"]
+SAID += ["reduce the amount of data read", "TensorRT-LLM", "GLM-5.3-Flash and Kimi-K3", "the summaries disagree", "Tensor Cores", "rolled back"]
 
 
 @pytest.mark.parametrize("needle", SAID)
@@ -129,6 +129,21 @@ def test_an_analogue_whose_roof_forbids_the_speed_stays_unclear(tmp_path):
     assert "the roof of this machine allows 1.20x" in found.note
 
 
+def test_a_speed_above_the_range_asks_for_the_baseline(tmp_path):
+    found = verdicts(tmp_path / "cpu", *fast(batch=64, factor=0.5))["kernel-range"]
+    assert found.verdict == rules.UNCLEAR
+    assert "nemotron_3_nano_4b: above the range: check the baseline" in found.note
+    groups = [g for model, device in ALL_DIRECT for g in fast(model, 256, 0.5, device)]
+    assert verdicts(tmp_path / "direct", *groups)["kernel-range"].verdict == rules.PARTLY
+
+
+def test_an_interval_that_reaches_below_the_range_is_no_yes(tmp_path):
+    found = verdicts(tmp_path, *fast(batch=64, factor=1 / 1.47, noise=0.05, level=0.95))["kernel-range"]
+    estimate, low, high = (float(part.strip("[],")) for part in found.ours.split()[:3])
+    assert low < 1.46 <= estimate < high
+    assert found.verdict == rules.UNCLEAR
+
+
 def test_a_small_batch_says_nothing_about_the_kernel_range(tmp_path):
     found = verdicts(tmp_path, *fast(batch=32))["kernel-range"]
     assert (found.verdict, found.ours) == (rules.NOT_RUN, "")
@@ -188,6 +203,52 @@ def test_bytes_that_are_not_halved_contradict(tmp_path):
     assert verdicts(tmp_path, *groups)["traffic-halved"].verdict == rules.AGAINST
 
 
+def with_replay_bytes(groups, **shares):
+    """The groups with bytes of their replay arms replaced; each is given as a share of the state that is read."""
+    changed = []
+    for records in groups:
+        state = records[0].traffic["state_bytes_read"]
+        bytes_ = {name: share * state for name, share in shares.items()}
+        changed.append([replace(r, traffic=r.traffic | bytes_) if "replay" in r.arm else r for r in records])
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("factor", "ring", "verdict"),
+    [
+        (0.6, 0.06, rules.SUPPORTED),
+        (0.6, 0.3, rules.AGAINST),  # an ideal of 1.5 is not near two
+        (0.4, 0.06, rules.AGAINST),  # 2.5 times as fast: not bounded by bytes
+        (0.53, 0.06, rules.UNCLEAR),  # above its own ideal, below two
+    ],
+)
+def test_the_bound_of_bytes_can_be_refused(tmp_path, factor, ring, verdict):
+    groups = with_replay_bytes(fast(batch=64, factor=factor), ring_bytes_read=ring)
+    arms = tuple(arm for arm in ARMS if arm != "replay/torch")
+    groups = [[replace(r, arms=arms) for r in g if r.arm in arms] for g in groups]
+    assert verdicts(tmp_path, *groups)["gain-at-most-two"].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ring", "verdict"), [(0.06, rules.SUPPORTED), (0.0, rules.AGAINST), (1.0, rules.AGAINST)], ids=str
+)
+def test_a_buffer_that_costs_nothing_or_more_than_it_saves_contradicts(tmp_path, ring, verdict):
+    groups = with_replay_bytes(fast(batch=64), ring_bytes_read=ring, ring_bytes_written=0.0)
+    found = verdicts(tmp_path, *groups)["cost-buffer"]
+    assert found.verdict == verdict
+    assert "of the writes saved" in found.ours
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, rules.SUPPORTED), (1.0, rules.AGAINST)])
+def test_a_coarser_state_has_to_read_less(tmp_path, share, verdict):
+    groups = with_replay_bytes(fast(batch=64), state_bytes_read=share)
+    assert verdicts(tmp_path / "fp32", *groups)["low-precision-reads"].verdict == rules.NOT_RUN
+    coarse = [[replace(r, arm_config={"state_format": "fp16"}) if "replay" in r.arm else r for r in g] for g in groups]
+    found = verdicts(tmp_path / "fp16", *coarse)["low-precision-reads"]
+    assert found.verdict == verdict
+    assert found.ours == f"{share:.2f} of the state bytes that fp32 reads (fp16)"
+
+
 @pytest.mark.parametrize(
     ("block", "claim"),
     [(check("before", error=1e-3), "same-outputs"), (check("before", flushes_counted=0), "one-write-an-interval")],
@@ -214,6 +275,18 @@ def test_published_curves_are_tuned_fp32_at_sixteen():
     assert list(curves["H100"]["batch_size"]) == [1, 8, 32, 128]
     assert list(curves["H100"]["value"]) == [0.73, 1.36, 1.69, 1.78]
     assert published.kernel_curves(published.read(PAPER), "qwen3_5_4b") == {}
+
+
+def test_a_model_that_was_inferred_from_its_card_proves_no_card():
+    frame = published.read(PAPER)
+    assert published.model_inferred(published.kernel_curves(frame, "nemotron_3_nano_4b")["H100"])
+    evidence = next(c.evidence for c in claims.read(CLAIMS) if c.id == "hardware-of-small-models")
+    named = frame[(frame["hardware"] == "H100") & ~frame["inferred_fields"].str.contains("model")]
+    for model, source in (("Qwen3.5-4B", "48792"), ("NVIDIA-Nemotron-3-Nano-4B", "47572")):
+        rows = named[named["model"] == model]
+        assert rows["source"].str.contains(source).any()
+        assert source in evidence
+    assert "48018" not in evidence
 
 
 def test_published_names_match_model_configs():

@@ -237,7 +237,7 @@ def test_failed_cells_and_batch_one_are_visible(tmp_path):
 
 def test_published_curves_are_open_and_labelled_with_their_card(tmp_path):
     ax = axes_of(tmp_path, *sweep())[0]
-    assert "published, H100" in labels(ax)
+    assert "published, H100\nmodel inferred" in labels(ax)
     open_lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_ydata()) for line in open_lines] == [[0.73, 1.36, 1.69, 1.78]]
 
