@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "parts_per_thread": PARTS_PER_THREAD,
     "tasks_per_thread": TASKS_PER_THREAD,
     "prefetch": "ring",
-    "chosen": "TODO",
+    "chosen": "by trials on a 2-core AMD EPYC 9004, batch 1 to 64, the same for stored and replay steps",
 }
 """The launch configuration, one for stored and replay steps, as a record keeps it."""
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
