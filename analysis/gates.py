@@ -24,7 +24,7 @@ GATES = {
     "case": "the resolved case lacks a field or holds an impossible value",
     "group": "the records of one group contradict each other",
     "incomplete": "an arm of the group has no record",
-    "superseded": "a newer complete group measured the same",
+    "superseded": "another complete group measured the same, and is newer or passed every gate",
     "rounds": "fewer samples than rounds",
     "whole cycles": "a sample is no whole number of flush cycles of all copies",
     "cold state": "the rotated copies do not exceed the last-level cache five times",

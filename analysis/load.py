@@ -1,7 +1,8 @@
 """Reads folders of JSONL files into records that may enter a table, and says why the others may not.
 
 Nothing is dropped silently: a line that cannot be parsed, a record that fails a gate and a group that was measured
-again each leave an ``Exclusion``. The order of files and lines does not matter.
+again each leave an ``Exclusion``. Gates come first, so that a newer group that one of them refuses hides no older one
+that passed. The order of files and lines does not matter.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ class Exclusion:
     where: str
 
 
+Pair = tuple[Record, str]
+"""A record and where it lies: file and line."""
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A complete group after its gates: the records that passed and those that failed to run; ``whole`` if all did."""
+
+    group: list[Pair]
+    passed: list[Pair]
+    whole: bool
+
+
 @dataclass
 class Evidence:
     """``records`` passed every gate; ``failures`` are records of another status than ok that nothing superseded."""
@@ -49,21 +63,27 @@ class Evidence:
 def load(folders: Sequence[Path]) -> Evidence:
     """All ``*.jsonl`` files of the folders, at any depth. A folder that does not exist holds no records."""
     evidence = Evidence()
-    groups: dict[str, dict[str, tuple[Record, str]]] = defaultdict(dict)
+    groups: dict[str, dict[str, Pair]] = defaultdict(dict)
     for record, where in _parsed(folders, evidence.exclusions):
         known = groups[record.group].get(record.to_json())
         if known is None or where < known[1]:  # the same line in two files counts once
             groups[record.group][record.to_json()] = (record, where)
-    usable = []
+    gated = []
     for name in sorted(groups):
         group = sorted(groups[name].values(), key=lambda pair: (pair[0].arm, pair[0].to_json()))
         if faults := group_faults([r for r, _ in group]):
             _exclude(evidence, group, faults)
             evidence.failures += [r for r, _ in group if r.status != "ok"]
+        elif group[0][0].experiment not in EXPERIMENTS:
+            _exclude(evidence, group, [("experiment", f"experiment {group[0][0].experiment!r}")])
         else:
-            usable.append(group)
-    for group in _newest(usable, evidence):
-        _admit(group, evidence)
+            gated.append(_gated(group, evidence))
+    for record, where in _newest(gated, evidence):
+        if record.status == "ok":
+            evidence.records.append(record)
+        else:
+            evidence.failures.append(record)
+            _exclude(evidence, [(record, where)], [("status", f"{record.status}: {one_line(record.message)}")])
     evidence.records.sort(key=_order)
     evidence.failures.sort(key=_order)
     evidence.exclusions.sort(key=lambda e: (e.where, e.group, e.arm, e.gate, e.detail))
@@ -113,7 +133,7 @@ def _measured(record: Record) -> dict[str, Any]:
     }
 
 
-def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[tuple[Record, str]]:
+def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[Pair]:
     for folder in folders:
         for path, index, line in read_lines(folder):
             where = f"{path.relative_to(folder).as_posix()}:{index}"
@@ -130,51 +150,52 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())[:200] or type(message).__name__
 
 
-def _exclude(evidence: Evidence, group: Sequence[tuple[Record, str]], faults: Sequence[tuple[str, str]]) -> None:
+def _exclude(evidence: Evidence, group: Sequence[Pair], faults: Sequence[tuple[str, str]]) -> None:
     for record, where in group:
         for gate, detail in faults:
             evidence.exclusions.append(Exclusion(gate, detail, record.group, record.arm, where))
 
 
-def _newest(groups: list[list[tuple[Record, str]]], evidence: Evidence) -> list[list[tuple[Record, str]]]:
-    """The newest group of each case, device, replicate and set of arms, if its arms are those of the newest of all.
-
-    Replicates of different sources of an arm are not one experiment: only those of the newest sources stay.
-    """
-    kept: dict[tuple[Any, ...], list[tuple[Record, str]]] = {}
-    sources: dict[tuple[Any, ...], tuple[str, list[str]]] = {}
-    for group in sorted(groups, key=lambda g: (max(r.started_utc for r, _ in g), g[0][0].group), reverse=True):
-        first = group[0][0]
-        series = (first.experiment, first.case_hash, str(first.device.get("name")), tuple(sorted(first.arms)))
-        newest, hashes = sources.setdefault(series, (first.group, [r.arm_hash for r, _ in group]))
-        if [r.arm_hash for r, _ in group] != hashes:
-            _exclude(evidence, group, [("superseded", f"group {newest} ran newer sources of the arms")])
-        elif (*series, first.replicate) in kept:
-            by = kept[(*series, first.replicate)][0][0].group
-            _exclude(evidence, group, [("superseded", f"group {by} is newer")])
-        else:
-            kept[(*series, first.replicate)] = group
-    return list(kept.values())
-
-
-def _admit(group: list[tuple[Record, str]], evidence: Evidence) -> None:
-    """Sort the records of one complete group into records, failures and exclusions."""
-    if group[0][0].experiment not in EXPERIMENTS:
-        _exclude(evidence, group, [("experiment", f"experiment {group[0][0].experiment!r}")])
-        return
+def _gated(group: list[Pair], evidence: Evidence) -> Gated:
+    """Exclude what a gate refuses among the timed records of one complete group."""
+    lost = [pair for pair in group if pair[0].status != "ok"]
     timed = []
     for record, where in group:
         if record.status != "ok":
-            evidence.failures.append(record)
-            _exclude(evidence, [(record, where)], [("status", f"{record.status}: {one_line(record.message)}")])
-        elif faults := case_faults(record) or record_faults(record):
+            continue
+        if faults := case_faults(record) or record_faults(record):
             _exclude(evidence, [(record, where)], faults)
         else:
             timed.append((record, where))
     if timed and (faults := timing_faults([r for r, _ in timed])):
         _exclude(evidence, timed, faults)
-    else:
-        evidence.records += [r for r, _ in timed]
+        timed = []
+    return Gated(group, timed + lost, len(timed + lost) == len(group))
+
+
+def _newest(groups: list[Gated], evidence: Evidence) -> list[Pair]:
+    """What passed of one group of each case, device, replicate and set of arms: whole ones before others, then newest.
+
+    Replicates of different sources of an arm are not one experiment: only those of the first group's sources stay.
+    """
+    kept: dict[tuple[Any, ...], Gated] = {}
+    sources: dict[tuple[Any, ...], tuple[str, list[str]]] = {}
+    for gated in sorted(groups, key=_preference, reverse=True):
+        first = gated.group[0][0]
+        series = (first.experiment, first.case_hash, str(first.device.get("name")), tuple(sorted(first.arms)))
+        chosen, hashes = sources.setdefault(series, (first.group, [r.arm_hash for r, _ in gated.group]))
+        if [r.arm_hash for r, _ in gated.group] != hashes:
+            _exclude(evidence, gated.passed, [("superseded", f"group {chosen} ran other sources of the arms")])
+        elif (*series, first.replicate) in kept:
+            by = kept[(*series, first.replicate)].group[0][0].group
+            _exclude(evidence, gated.passed, [("superseded", f"group {by} measured the same")])
+        else:
+            kept[(*series, first.replicate)] = gated
+    return [pair for gated in kept.values() for pair in gated.passed]
+
+
+def _preference(gated: Gated) -> tuple[bool, str, str]:
+    return (gated.whole, max(r.started_utc for r, _ in gated.group), gated.group[0][0].group)
 
 
 def _order(record: Record) -> tuple[str, ...]:

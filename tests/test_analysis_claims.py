@@ -49,7 +49,8 @@ def test_every_claim_has_all_fields_and_a_unique_id():
 
 SAID = ["1.46 to 1.80", "1.20 to 1.47", "1.85 to 2.10", "0.136 to 0.0038", "6.7", "5.6", "31.3", "no gain", "100,000"]
 SAID += ["e2e_decode_speedup.py --model-id Qwen/Qwen3.5-4B", "e2e_spec_decode_throughput.py --batch-size 512"]
-SAID += ["reduce the amount of data read", "TensorRT-LLM", "GLM-5.3-Flash and Kimi-K3", "the summaries disagree", "Tensor Cores", "rolled back"]
+SAID += ["reduce the amount of data read"]
+SAID += ["TensorRT-LLM", "GLM-5.3-Flash and Kimi-K3", "the summaries disagree", "Tensor Cores", "rolled back"]
 
 
 @pytest.mark.parametrize("needle", SAID)

@@ -168,6 +168,44 @@ def test_the_newest_complete_group_wins(tmp_path):
     assert {(e.gate, e.group) for e in evidence.exclusions} == {("superseded", "old"), ("incomplete", "cut")}
 
 
+REFUSED = {"A/A": {"aa_bias": 1.1}, "throttled": {"device_state": {"throttled": True}}}
+
+
+@pytest.mark.parametrize("gate", REFUSED)
+def test_a_newer_group_that_a_gate_refuses_hides_no_older_one(tmp_path, gate):
+    old = group(name="old", started="2026-11-29T10:00:00Z")
+    new = group(name="new", started="2026-11-29T12:00:00Z", **REFUSED[gate])
+    evidence = load([write(tmp_path, old, new)])
+    assert {r.group for r in evidence.records} == {"old"}
+    assert len(evidence.records) == 4
+    assert {(e.gate, e.group) for e in evidence.exclusions} == {(gate, "new")}
+
+
+def test_a_whole_group_comes_before_a_newer_one_of_which_arms_were_refused(tmp_path):
+    old = group(name="old", started="2026-11-29T10:00:00Z")
+    new = group(name="new", started="2026-11-29T12:00:00Z")
+    new = edit(new, "replay/torch", device_state={"throttled": True})
+    evidence = load([write(tmp_path, old, new)])
+    assert {r.group for r in evidence.records} == {"old"}
+    refused = {(e.gate, e.arm) for e in evidence.exclusions}
+    others = {("superseded", arm) for arm in ("replay/cpu", "stored/cpu", "stored/torch")}
+    assert refused == {("throttled", "replay/torch")} | others
+
+
+def test_a_newer_failure_is_no_refusal(tmp_path):
+    old = group(name="old", started="2026-11-29T10:00:00Z")
+    new = group(name="new", started="2026-11-29T12:00:00Z", failed={"replay/cpu": "oom"})
+    evidence = load([write(tmp_path, old, new)])
+    assert [(r.group, r.arm) for r in evidence.failures] == [("new", "replay/cpu")]
+    assert {r.group for r in evidence.records} == {"new"}
+
+
+def test_refused_replicates_of_newer_sources_hide_no_older_ones(tmp_path):
+    old = edit(group(name="old", started="2026-11-29T10:00:00Z"), "replay/cpu", arm_hash="f" * 16)
+    new = group(name="new", replicate=1, aa_bias=1.1, started="2026-11-29T12:00:00Z")
+    assert {r.group for r in load([write(tmp_path, old, new)]).records} == {"old"}
+
+
 def test_replicates_of_older_sources_are_not_mixed_with_newer_ones(tmp_path):
     old = edit(group(name="old", replicate=1, started="2026-11-29T10:00:00Z"), "replay/cpu", arm_hash="f" * 16)
     new = group(name="new", replicate=0, started="2026-11-29T12:00:00Z")
