@@ -94,52 +94,50 @@ def group(
     text = json.dumps(of, sort_keys=True)
     name = name or hashlib.sha256(f"{text}{replicate}{seed}{started}{sorted(arms)}".encode()).hexdigest()[:12]
     random = np.random.default_rng(int(hashlib.sha256(f"{name}{seed}".encode()).hexdigest()[:12], 16))
-    rounds, length = of["timing"]["rounds"], of["interval_length"]
-    steps = length * COPIES
+    steps = of["interval_length"] * COPIES
     base = step_ns or 1.3 * traffic(of, "stored/cpu")["floor_ns"]
-    drift = random.normal(0, 0.05, rounds)  # shared by the arms of a round: pairing has to cancel it
+    drift = random.normal(0, 0.05, of["timing"]["rounds"])  # shared by the arms of a round: pairing has to cancel it
     records = []
     for arm, factor in arms.items():
         level = math.log(base * factor * steps) + random.normal(0, process_noise)
         samples, again = ([(int(math.exp(level + d + random.normal(0, noise))),) for d in drift] for _ in range(2))
-        again = [(int(a * aa_bias),) for (a,) in again]
+        fields = {"group": name, "arm": arm, "arms": tuple(arms), "replicate": replicate}
+        fields |= {"started_utc": started, "ended_utc": started} | _what_was_run(of, arm)
         status = (failed or {}).get(arm, "ok")
-        ok = status == "ok"
-        record = Record(
-            group=name,
-            experiment="kernel",
-            case_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
-            arm=arm,
-            arm_hash=hashlib.sha256(arm.encode()).hexdigest()[:16],
-            arms=tuple(arms),
-            replicate=replicate,
-            status=status,
-            message="" if ok else f"the arm ended with {status}",
-            case=dict(of),
-            arm_config={},
-            code={"git_sha": "0123456789abcdef", "dirty": False},
-            packages={"numpy": "2.4.0", "torch": "2.13.0"},
-            device={"name": "Test CPU", "kind": "cpu", "cores": 2, "memory_bytes": 24 * 2**30}
-            | {"last_level_cache_bytes": CACHE_BYTES},
-            device_state={"throttled": None, "load_average": [0.1, 0.1, 0.1]},
-            environment={},
-            argv=("experiments.kernel",),
-            seeds={"case": 0},
-            started_utc=started,
-            ended_utc=started,
-            timing_asked=dict(of["timing"]),
-            timing_used={"copies": COPIES, "rotated_bytes": 6 * CACHE_BYTES, "last_level_cache_bytes": CACHE_BYTES}
-            | {"warmup_rounds": 4, "warmup_settled": True, "cycles_per_sample": 1, "interval_length": length},
-            samples_ns=tuple(samples) if ok else (),
-            again_samples_ns=tuple(again) if ok and arm == aa_arm else (),
-            layer_steps_per_sample=steps if ok else 0,
-            correctness=(check("before"), check("after")) if ok else (),
-            traffic=traffic(of, arm),
-            bandwidth={"read": {"kernel": "torch.sum", "bytes_per_s": READ}}
-            | {"read_modify_write": {"kernel": "torch.add_", "bytes_per_s": RMW}},
-        )
-        records.append(dataclasses.replace(record, **changes))
+        if status == "ok":
+            twice = tuple((int(a * aa_bias),) for (a,) in again) if arm == aa_arm else ()
+            fields |= {"samples_ns": tuple(samples), "again_samples_ns": twice, "layer_steps_per_sample": steps}
+            fields |= {"status": "ok", "message": "", "correctness": (check("before"), check("after"))}
+        else:
+            fields |= {"status": status, "message": f"the arm ended with {status}"}
+        records.append(Record(**fields | changes))
     return records
+
+
+def _what_was_run(of: Mapping[str, Any], arm: str) -> dict[str, Any]:
+    """Fields that do not depend on how the process went."""
+    device = {"name": "Test CPU", "kind": "cpu", "cores": 2, "memory_bytes": 24 * 2**30}
+    used = {"copies": COPIES, "rotated_bytes": 6 * CACHE_BYTES, "last_level_cache_bytes": CACHE_BYTES}
+    used |= {"warmup_rounds": 4, "warmup_settled": True, "cycles_per_sample": 1}
+    bandwidth = {"read": {"kernel": "torch.sum", "bytes_per_s": READ}}
+    return {
+        "experiment": "kernel",
+        "case_hash": hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16],
+        "arm_hash": hashlib.sha256(arm.encode()).hexdigest()[:16],
+        "case": dict(of),
+        "arm_config": {},
+        "code": {"git_sha": "0123456789abcdef", "dirty": False},
+        "packages": {"numpy": "2.4.0", "torch": "2.13.0"},
+        "device": device | {"last_level_cache_bytes": CACHE_BYTES},
+        "device_state": {"throttled": None, "load_average": [0.1, 0.1, 0.1]},
+        "environment": {},
+        "argv": ("experiments.kernel",),
+        "seeds": {"case": 0},
+        "timing_asked": dict(of["timing"]),
+        "timing_used": used | {"interval_length": of["interval_length"]},
+        "traffic": traffic(of, arm),
+        "bandwidth": bandwidth | {"read_modify_write": {"kernel": "torch.add_", "bytes_per_s": RMW}},
+    }
 
 
 def write(folder: Path, *groups: Sequence[Record], name: str = "records") -> Path:

@@ -17,10 +17,6 @@ import torch
 import torch.nn.functional as F
 from sequences import relative_error
 from torch import Tensor, nn
-
-from replayssm.recurrence import gdn, kda, mamba2
-
-pytest.importorskip("transformers", reason="transformers is a dependency of the tests only")
 from transformers.cache_utils import DynamicCache
 from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
@@ -28,6 +24,8 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from replayssm.recurrence import gdn, kda, mamba2
 
 SINGLE = 2e-6
 ROWS, PROMPT, TOKENS, HIDDEN = 2, 7, 12, 24
