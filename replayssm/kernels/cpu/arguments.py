@@ -24,6 +24,8 @@ PARTS_PER_THREAD = 1
 """A row is split into this many tasks for each thread."""
 TASKS_PER_THREAD = 4
 """And into more where the whole batch would give a thread fewer tasks than this."""
+STREAMS = 4
+"""Heads that a task reads at a time."""
 CONFIG: dict[str, Any] = {
     "lanes": WIDTH,
     "row_in_registers": ROW,
@@ -194,6 +196,13 @@ def tasks_per_row(sizes: Sizes) -> int:
 
 
 @inlined
+def place_of(sizes: Sizes, row: int, slot: int, head: int, length: int, oldest: int) -> Place:
+    """A head's place, with its ring's length and the index of its oldest entry."""
+    group = head // (sizes.heads // sizes.groups)
+    return Place(head, group, row, slot, row * sizes.heads + head, slot * sizes.heads + head, length, oldest)
+
+
+@inlined
 def entry(at: int, j: int, oldest: int, capacity: int) -> int:
     """Ring entry of token j of head or group ``at``, counted over all slots."""
     index = oldest + j
@@ -203,11 +212,11 @@ def entry(at: int, j: int, oldest: int, capacity: int) -> int:
 @inlined
 def new_scratch(sizes: Sizes) -> np.ndarray:
     """Uninitialised float32 for all threads, with room to start at a cache line."""
-    return np.empty(sizes.threads * sizes.floats + WIDTH, np.float32)
+    return np.empty(STREAMS * sizes.threads * sizes.floats + WIDTH, np.float32)
 
 
 @inlined
 def own_scratch(scratch: np.ndarray, sizes: Sizes) -> Any:
     """The calling thread's part, at a cache line; ``scratch`` must outlive its use."""
     first = (scratch.ctypes.data + LINE - 1) // LINE * LINE
-    return pointer(first + 4 * sizes.floats * get_thread_id(), FLOAT32)
+    return pointer(first + 4 * STREAMS * sizes.floats * get_thread_id(), FLOAT32)

@@ -294,6 +294,18 @@ def widen(target: Any, address: int, at: int, count: int, scale: float, narrow: 
 
 
 @inlined
+def accumulate(target: Any, weight: float, address: int, at: int, count: int, narrow: int) -> None:
+    """``target[i] += weight source[at + i]`` for ``count`` activations, in float32."""
+    factor = splat(weight)
+    if narrow != 0:
+        for i in range(0, count, WIDTH):
+            store(target, i, fma(factor, load_input(address, at + i, count - i, 1), load(target, i)))
+    else:
+        for i in range(0, count, WIDTH):
+            store(target, i, fma(factor, load_input(address, at + i, count - i, 0), load(target, i)))
+
+
+@inlined
 def copy(target: int, to: int, address: int, at: int, count: int, narrow: int) -> None:
     """``target[to + i] = source[at + i]`` for ``count`` activations."""
     for i in range(0, count, WIDTH):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from replayssm.kernels.cpu.arguments import (
     CONFIG,
+    STREAMS,
     Place,
     Sizes,
     address,
@@ -24,6 +25,7 @@ from replayssm.kernels.cpu.arguments import (
     faulty_slot,
     new_scratch,
     own_scratch,
+    place_of,
     refuse,
     shape,
     sizes_of,
@@ -38,6 +40,7 @@ from replayssm.kernels.cpu.lanes import (
     ONE,
     ROW,
     WIDTH,
+    accumulate,
     add,
     advance,
     copy,
@@ -104,6 +107,7 @@ class _Scratch(NamedTuple):
     w: Any
     C: Any
     y: Any
+    decay: Any
 
 
 def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor) -> None:
@@ -140,7 +144,7 @@ def _token(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, layer: Any) -
     rows, H, P = shape("x", inputs.x, "BHP")
     _, G, N = shape("B", inputs.B, "BGN")
     dtype = inputs.x.dtype
-    sizes = sizes_of(state, rows, G, dtype, layer, vectors=(1, 1, 2))
+    sizes = sizes_of(state, rows, G, dtype, layer, vectors=(1, 1, 3))
     token = _Token(
         out=address("out", out, dtype, (rows, H, P)),
         state=address("state", state, torch.float32, (sizes.state_slots, H, P, N)),
@@ -207,27 +211,62 @@ def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, task: int, scratch: A
     slot = pointer(token.slots, INT64)[row]
     if slot < 0:
         return
-    own = _split(own_scratch(scratch, sizes), sizes)
+    own = own_scratch(scratch, sizes)
     length = int(pointer(ring.cursor, INT32)[slot])
     oldest = int(pointer(ring.origin, INT32)[slot]) % sizes.capacity
-    flush = length == sizes.interval_length - 1
     first = task // sizes.rows * sizes.heads_per_task
-    for head in range(first, min(first + sizes.heads_per_task, sizes.heads)):
-        share = sizes.heads // sizes.groups
-        at, at_slot = row * sizes.heads + head, slot * sizes.heads + head
-        place = Place(head, head // share, row, slot, at, at_slot, length, oldest)
-        if head == first or head % share == 0:
-            _gather(token, ring, sizes, own, place)
-            if not flush and head % share == 0:
-                _append_B(token, ring, sizes, place)
-        decay = _weigh(token, ring, sizes, own, place)
-        if flush:
-            _fold_head(token, ring, sizes, own, place, decay)
-        else:
-            _read_head(token, ring, sizes, own, place, decay)
-        _finish(token, sizes, at, head, own.y)
-    if flush and first == 0:
+    end = min(first + sizes.heads_per_task, sizes.heads)
+    if length < sizes.interval_length - 1:
+        _read_heads(token, ring, sizes, own, row, slot, first, end, length, oldest)
+        return
+    for head in range(first, end):
+        place = place_of(sizes, row, slot, head, length, oldest)
+        _prepare(token, ring, sizes, _split(own, sizes), place, head == first)
+        _fold_head(token, ring, sizes, _split(own, sizes), place)
+        _finish(token, sizes, place.at, head, _split(own, sizes).y)
+    if first == 0:
         pointer(ring.flushes, INT64)[slot] += 1
+
+
+@inlined
+def _read_heads(
+    token: _Token,
+    ring: _Ring,
+    sizes: Sizes,
+    own: Any,
+    row: int,
+    slot: int,
+    first: int,
+    end: int,
+    length: int,
+    oldest: int,
+) -> None:
+    """Heads ``first`` to ``end``, several at a time that lie far apart."""
+    span = (end - first + STREAMS - 1) // STREAMS
+    for step in range(span):
+        active = (end - first - step + span - 1) // span
+        for stream in range(active):
+            place = place_of(sizes, row, slot, first + stream * span + step, length, oldest)
+            mine = _split(advance(own, stream * sizes.floats), sizes)
+            _prepare(token, ring, sizes, mine, place, step == 0)
+            _prefetch_append(token, ring, sizes, place)
+            if place.head % (sizes.heads // sizes.groups) == 0:
+                _append_B(token, ring, sizes, place)
+        at = slot * sizes.heads + first + step
+        state = advance(pointer(token.state, FLOAT32), at * sizes.P * sizes.N)
+        _read_rows(state, ring, sizes, _split(own, sizes), at, span, active, length, oldest)
+        for stream in range(active):
+            place = place_of(sizes, row, slot, first + stream * span + step, length, oldest)
+            mine = _split(advance(own, stream * sizes.floats), sizes)
+            _read_head(token, ring, sizes, mine, place)
+            _finish(token, sizes, place.at, place.head, mine.y)
+
+
+@inlined
+def _prepare(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, start: bool) -> None:
+    if start or place.head % (sizes.heads // sizes.groups) == 0:
+        _gather(token, ring, sizes, own, place)
+    own.decay[0] = _weigh(token, ring, sizes, own, place)
 
 
 @inlined
@@ -236,7 +275,8 @@ def _split(own: Any, sizes: Sizes) -> _Scratch:
     BC = advance(x, sizes.interval_length * sizes.p_padded)
     w = advance(BC, sizes.tokens_padded)
     C = advance(w, sizes.tokens_padded)
-    return _Scratch(own, x, BC, w, C, advance(C, sizes.n_padded))
+    y = advance(C, sizes.n_padded)
+    return _Scratch(own, x, BC, w, C, y, advance(y, sizes.p_padded))
 
 
 # One group, one head -------------------------------------------------------------------------------------------------
@@ -279,31 +319,27 @@ def _weigh(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place
 
 
 @inlined
-def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: float) -> None:
-    """Output from checkpoint, ring and token, then append the token."""
-    P, state = sizes.P, advance(pointer(token.state, FLOAT32), place.at_slot * sizes.P * sizes.N)
-    _prefetch_append(token, ring, sizes, place)
-    _read_rows(state, ring, sizes, own, place)
+def _read_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
+    """Output from the checkpoint's part in ``y``, ring and token, then append the token."""
+    P, decay = sizes.P, splat(own.decay[0])
     for p in range(0, P, WIDTH):
-        y = mul(splat(decay), load(own.y, p))
-        for j in range(place.length):
-            at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity) * P + p
-            y = fma(splat(own.w[j] * own.BC[j]), load_input(ring.x, at_ring, P - p, sizes.narrow), y)
-        weight = splat(own.w[place.length] * own.BC[place.length])
-        y = fma(weight, load_input(token.x, place.at * P + p, P - p, sizes.narrow), y)
-        store(own.y, p, y)
+        store(own.y, p, mul(decay, load(own.y, p)))
+    for j in range(place.length):
+        at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity)
+        accumulate(own.y, own.w[j] * own.BC[j], ring.x, at_ring * P, P, sizes.narrow)
+    accumulate(own.y, own.w[place.length] * own.BC[place.length], token.x, place.at * P, P, sizes.narrow)
     last = entry(place.at_slot, place.length, place.oldest, sizes.capacity)
     copy(ring.x, last * P, token.x, place.at * P, P, sizes.narrow)
     pointer(ring.dt, FLOAT32)[last] = pointer(token.dt, FLOAT32)[place.at]
 
 
 @inlined
-def _prefetch_entry(ring: _Ring, sizes: Sizes, place: Place, j: int) -> None:
+def _prefetch_entry(ring: _Ring, sizes: Sizes, at_slot: int, j: int, oldest: int) -> None:
     """Ask for x of ring token j, and once for the next head's dt."""
     size = sizes.P * (4 - 2 * sizes.narrow)
-    prefetch_span(ring.x + entry(place.at_slot, j, place.oldest, sizes.capacity) * size, size)
+    prefetch_span(ring.x + entry(at_slot, j, oldest, sizes.capacity) * size, size)
     if j == 0:
-        prefetch(ring.dt + 4 * (place.at_slot + 1) * sizes.capacity)
+        prefetch(ring.dt + 4 * (at_slot + 1) * sizes.capacity)
 
 
 @inlined
@@ -317,7 +353,7 @@ def _prefetch_append(token: _Token, ring: _Ring, sizes: Sizes, place: Place) -> 
 
 
 @inlined
-def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place, decay: float) -> None:
+def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
     """Fold ring and token into the checkpoint, in one pass that also gives the output."""
     P, tokens = sizes.P, place.length + 1
     for j in range(place.length):
@@ -325,7 +361,7 @@ def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: P
         widen(advance(own.x, j * sizes.p_padded), ring.x, at_ring, P, own.w[j], sizes.narrow)
     x = advance(own.x, place.length * sizes.p_padded)
     widen(x, token.x, place.at * P, P, own.w[place.length], sizes.narrow)
-    _fold_rows(advance(pointer(token.state, FLOAT32), place.at_slot * P * sizes.N), sizes, tokens, decay, own)
+    _fold_rows(advance(pointer(token.state, FLOAT32), place.at_slot * P * sizes.N), sizes, tokens, own.decay[0], own)
 
 
 @inlined
@@ -367,20 +403,22 @@ def _step_rows(state: Any, sizes: Sizes, decay: float, own: _Scratch) -> None:
 
 
 @inlined
-def _read_rows(state: Any, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
-    """y = s . C for each row; meanwhile asks for the head's ring."""
-    if sizes.N == ROW:
-        C = load_row(own.C, 0)
-        for p in range(sizes.P):
-            if p < place.length:
-                _prefetch_entry(ring, sizes, place, p)
-            own.y[p] = dot_row(load_row(state, p * ROW), C)
-        return
+def _read_rows(
+    state: Any, ring: _Ring, sizes: Sizes, own: _Scratch, at: int, span: int, active: int, length: int, oldest: int
+) -> None:
+    """y = s . C for each row of ``active`` heads, ``span`` apart; meanwhile asks for the heads' rings."""
     for p in range(sizes.P):
-        y = splat(FLOAT32)
-        for n in range(0, sizes.N, WIDTH):
-            y = fma(load_part(state, p * sizes.N + n, sizes.N - n), load(own.C, n), y)
-        own.y[p] = total(y)
+        for stream in range(active):
+            if p < length:
+                _prefetch_entry(ring, sizes, at + stream * span, p, oldest)
+            row = (stream * span * sizes.P + p) * sizes.N
+            if sizes.N == ROW:
+                own.y[stream * sizes.floats + p] = dot_row(load_row(state, row), load_row(own.C, stream * sizes.floats))
+            else:
+                y = splat(FLOAT32)
+                for n in range(0, sizes.N, WIDTH):
+                    y = fma(load_part(state, row + n, sizes.N - n), load(own.C, stream * sizes.floats + n), y)
+                own.y[stream * sizes.floats + p] = total(y)
 
 
 @inlined
