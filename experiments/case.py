@@ -164,7 +164,7 @@ def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
     example = "a list of " + ", ".join(known)
     arms = get(config, "arms", example)
     if not isinstance(arms, list) or not arms:
-        raise refuse("arms", arms, example + ", at least one, such as arms=[stored/cpu,replay/cpu]")
+        raise refuse("arms", arms, example + ", at least one, such as 'arms=[stored/cpu,replay/cpu]'")
     for arm in arms:
         if not isinstance(arm, str) or arm not in known:
             raise refuse("arms", arm, example, "has no such arm")

@@ -106,7 +106,7 @@ def test_all_cores_are_resolved() -> None:
         ({"precision.state": "fp16"}, ["precision.state=fp16", "arm stored/slow", "accepted: fp32"]),
         ({"precision.inputs": "nvfp4"}, ["precision.inputs=nvfp4", "bf16, fp32"]),
         ({"precision": 3}, ["precision=3", "group of options"]),
-        ({"arms": []}, ["arms=[]", "at least one"]),
+        ({"arms": []}, ["arms=[]", "at least one", "'arms=[stored/cpu,replay/cpu]'"]),
         ({"arms": "stored/slow"}, ["arms=stored/slow", "a list"]),
         ({"arms": ["stored/gpu"]}, ["arms=stored/gpu", "replay/half, replay/very-fast, stored/slow"]),
         ({"arms": ["stored/slow", "stored/slow"]}, ["arms=stored/slow", "repeated", "once"]),
