@@ -7,11 +7,11 @@ import itertools
 from pathlib import Path
 
 import pytest
+import records
 
 from experiments.measure import journal, sources, timing
 from experiments.measure.journal import Journal, finished
 from experiments.measure.record import Record
-from tests import records
 
 
 def test_a_journal_is_created_once_and_only_grows(tmp_path: Path) -> None:
