@@ -68,7 +68,7 @@ class Run:
         self.cursor, self.origin, self.flushes = [0] * slots, [0] * slots, [0] * slots
 
     def admit(self, count: int, seed: int | None = None) -> list[Slot]:
-        """``count`` new requests, from a zero state or from a state as a prefill leaves it."""
+        """``count`` new requests, from a zero state or, with a seed, from a state as a prefill leaves it."""
         handles = self.cache.allocate(count)
         index = [slot.index for slot in handles]
         assert (self.cache.state[:, index] == 0).all()
@@ -78,8 +78,12 @@ class Run:
             loaded = torch.stack([make_state(self.geometry, count, dtype=torch.float64, seed=seed + n) for n in layers])
             self.cache.load_state(self.cache.batch(handles), loaded)
             self.states[:, index] = loaded
+        assert (self.cache.cursor[index] == 0).all()
+        assert (self.cache.origin[index] == 0).all()
         for i in index:
-            self.cursor[i] = self.origin[i] = 0
+            # An empty ring may start anywhere; in standard decoding no commit would ever move it from entry 0.
+            self.cursor[i], self.origin[i] = 0, (3 + 5 * i) % self.capacity
+            self.cache.origin[i] = self.origin[i]
         assert all(ring[:, index].isnan().all() for ring in self.cache.ring.values())
         return handles
 
