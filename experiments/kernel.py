@@ -18,6 +18,7 @@ from typing import Any
 from experiments.app import run
 from experiments.case import Case, arms_from_config, case_from_config, case_hash
 from experiments.measure import runner
+from experiments.measure.journal import alone
 from experiments.measure.provenance import cpu
 from replayssm import traffic
 
@@ -31,10 +32,16 @@ def main(config: dict[str, Any]) -> int:
     if config["dry_run"]:
         print(dry_run_line(case, arms))
         return 0
-    folder = Path(config["records"])
-    waiting = runner.pending([case], arms, folder, config["repeat"])
+    folder = Path(config["records"]).resolve()
+    with alone(folder, say=print):
+        return measure(case, arms, folder, config["repeat"])
+
+
+def measure(case: Case, arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
+    """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
+    waiting = runner.pending([case], arms, folder, repeat)
     if not waiting:
-        print(f"{label(case)}: recorded already in {folder}")
+        print(f"{label(case)}: recorded already in {folder}; repeat=true measures it again")
         return 0
     worst = 0
     for replicate, cases in waiting:

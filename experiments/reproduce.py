@@ -24,14 +24,16 @@ from experiments.app import CONFIGS, VERSION_BASE, to_plain
 from experiments.case import Case, arms_from_config, case_from_config
 from experiments.kernel import label
 from experiments.measure import runner
+from experiments.measure.journal import alone
 from experiments.measure.sources import ROOT
 
 MODELS = ("nemotron_3_nano_4b", "qwen3_5_4b", "kimi_linear_48b")
 SWEEP = (
-    # One case a family with all arms, plain torch among them; then batch and interval length with the compiled arms.
-    *((f"model={model}", "batch_size=8", "arms=[stored/torch,stored/cpu,replay/torch,replay/cpu]") for model in MODELS),
-    *((f"model={model}", f"batch_size={batch}") for model in MODELS for batch in (1, 64)),
-    *((f"model={MODELS[0]}", "batch_size=64", f"interval_length={length}") for length in (4, 8, 32)),
+    # Batch sizes, one case with all arms, plain torch among them; then interval length and phase.
+    *((f"model={model}", f"batch_size={batch}") for batch in (64, 1) for model in MODELS),
+    (f"model={MODELS[0]}", "batch_size=8", "arms=[stored/torch,stored/cpu,replay/torch,replay/cpu]"),
+    *((f"model={model}", "batch_size=8") for model in MODELS[1:]),
+    *((f"model={MODELS[0]}", "batch_size=64", f"interval_length={length}") for length in (4, 32)),
     (f"model={MODELS[0]}", "batch_size=64", "phase=staggered"),
 )
 DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
@@ -54,12 +56,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results/local", help="where tables, figures, report go")
     arguments = parser.parse_args()
     console = Console()
+    folder, out = arguments.records.resolve(), arguments.out.resolve()
+    for option, path in (("--records", folder), ("--out", out)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            console.print(f"{option}={path} cannot be used ({error.strerror}); accepted: a folder that can be written")
+            return 2
     try:
-        failures = measure(arguments.records, console, arguments.repeat, arguments.budget_s)
+        with alone(folder, say=console.print):
+            failures = measure(folder, console, arguments.repeat, arguments.budget_s)
     except KeyboardInterrupt:
         console.print("interrupted; nothing recorded is lost, the same command goes on from here")
         return 130
-    rebuild = [sys.executable, "-m", "analysis", "--records", arguments.records, "--out", arguments.out]
+    rebuild = [sys.executable, "-m", "analysis", "--records", folder, "--out", out]
     return subprocess.run(rebuild, cwd=ROOT).returncode or int(failures > 0)
 
 

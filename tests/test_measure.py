@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import records
 
-from experiments.measure import journal, sources, timing
+from experiments.measure import journal, provenance, sources, timing
 from experiments.measure.journal import Journal, finished
 from experiments.measure.record import Record
 
@@ -50,6 +52,49 @@ def test_finished_skips_torn_incomplete_and_repeatable(tmp_path: Path) -> None:
 
 def test_finished_of_no_folder_is_empty(tmp_path: Path) -> None:
     assert finished(tmp_path / "absent") == []
+
+
+def test_a_second_run_waits_for_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    events: list[str] = []
+
+    def second() -> None:
+        with journal.alone(tmp_path, said.append):
+            events.append("second")
+
+    with journal.alone(tmp_path, said.append):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        while not said:
+            time.sleep(0.01)
+        events.append("first")
+    waiting.join()
+    assert events == ["first", "second"]
+    assert len(said) == 1 and str(tmp_path) in said[0]
+
+
+def test_a_case_is_done_only_within_one_group(tmp_path: Path) -> None:
+    one = records.group(arms={"stored/cpu": 1.0, "replay/torch": 1.3})
+    other = records.group(arms={"stored/torch": 1.4, "replay/cpu": 0.8}, seed=1)
+    records.write(tmp_path, one, other)
+    asked = {r.key for r in (*one, *other) if r.arm in ("stored/cpu", "replay/cpu")}
+    assert asked <= set().union(*finished(tmp_path))
+    assert not any(asked <= group for group in finished(tmp_path))
+
+
+def test_the_caches_of_all_cores_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = {0: ("0-1", 3, "32768K"), 1: ("0-1", 3, "32768K"), 2: ("2-3", 3, "32768K"), 3: ("2-3", 3, "32768K")}
+    for core, (shared, level, size) in layout.items():
+        for index, values in ((2, ("2", "1024K", str(core))), (3, (str(level), size, shared))):
+            folder = tmp_path / f"cpu{core}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
+                (folder / name).write_text(f"{value}\n")
+    monkeypatch.setattr(provenance, "_CPU", tmp_path)
+    monkeypatch.setattr(provenance.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    assert provenance.cpu()["last_level_cache_bytes"] == 2 * 32768 * 1024
+    monkeypatch.setattr(provenance.os, "sched_getaffinity", lambda process: {2})
+    assert provenance.cpu()["last_level_cache_bytes"] == 32768 * 1024
 
 
 def test_arm_sources_are_what_runs_inside_a_sample() -> None:

@@ -7,10 +7,13 @@ killed leaves whole groups; a group cut short all the same is incomplete, and is
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import platform
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from experiments.measure.record import Record, read_lines
@@ -39,6 +42,21 @@ class Journal:
             if os.write(self._file, line) != len(line):
                 raise OSError(f"{self.path}: a record was cut short; is the disk full?")
         os.fsync(self._file)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold a folder's lock for this machine: two runs at once would time each other, and record everything twice. The
+    second waits, and says so. The system drops the lock with the process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f".{platform.node()}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another run is timing into {folder}; waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def finished(folder: Path) -> list[set[tuple[str, str, str, str, str, int]]]:

@@ -7,6 +7,7 @@ kernel (`experiments.measure.layers`) and the inputs belong to it; the rest of t
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def arm_hash(arm: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+@functools.lru_cache(maxsize=256)
 def _imports(text: bytes, path: Path) -> list[str]:
     """Dotted names of everything a module imports, with ``from a import b`` giving both a and a.b."""
     names = []

@@ -30,6 +30,7 @@ from experiments.measure.sources import arm_file
 from experiments.measure.timing import Samples, interleave, warm_up
 from replayssm.kernels.cpu import bandwidth
 from replayssm.layout import format_of
+from replayssm.traffic import Traffic
 
 MEMORY_SHARE = 0.8
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
@@ -43,6 +44,8 @@ class Arm:
         self.status, self.message = "ok", ""
         self.layers: Any = None
         self.module: Any = None
+        self.config: dict[str, Any] = {}
+        self.traffic: Traffic | None = None
         self.correctness: list[Correctness] = []
         self.cycles = 0
 
@@ -101,6 +104,7 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
     """Import the arm and build its layers; what goes wrong is the arm's status."""
     try:
         arm.module = importlib.import_module(f"experiments.arms.{arm_file(arm.name).stem}")
+        arm.config, arm.traffic = arm.module.describe(case), arm.module.traffic(case)
         reason = arm.module.unsupported(case)
         if reason:
             arm.fail("unsupported", reason)
@@ -210,13 +214,10 @@ def _fastest_probe(moved: dict[str, int], samples: Samples) -> dict[str, Any]:
 
 def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any]) -> Record:
     """The arm's record; one that failed keeps what was found about its correctness, and no samples."""
-    checks = {"correctness": tuple(arm.correctness)}
-    if arm.module is not None:
-        checks["arm_config"] = arm.module.describe(group.case)
-    if arm.status != "ok":
+    checks = {"correctness": tuple(arm.correctness), "arm_config": arm.config}
+    if arm.status != "ok" or arm.traffic is None:
         return group.record(arm.name, arm.status, arm.message, **checks)
     case, bandwidth = group.case, timed["bandwidth"]
-    step = arm.module.traffic(case)
     return group.record(
         arm.name,
         "ok",
@@ -225,7 +226,7 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
         again_samples_ns=tuple((ns,) for ns in timed["again"].get(arm.name, ())),
         layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
-        traffic=step.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
+        traffic=arm.traffic.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
         bandwidth=bandwidth,
         peak_memory_bytes=_peak_memory_bytes(),
     )
