@@ -70,7 +70,8 @@ def test_a_second_run_waits_for_the_first(tmp_path: Path) -> None:
         events.append("first")
     waiting.join()
     assert events == ["first", "second"]
-    assert len(said) == 1 and str(tmp_path) in said[0]
+    assert len(said) == 1
+    assert str(tmp_path) in said[0]
 
 
 def test_a_case_is_done_only_within_one_group(tmp_path: Path) -> None:
