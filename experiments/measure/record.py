@@ -29,7 +29,7 @@ MAPPINGS = ("case", "arm_config", "code", "packages", "device", "device_state", 
 MAPPINGS += ("timing_asked", "timing_used", "traffic", "bandwidth")
 CHECK_COUNTS = ("flushes_counted", "flushes_expected", "copies_touched", "copies_expected")
 MAX_DEPTH = 16
-"""Levels of lists and mappings in a line; the deepest that an experiment writes has six."""
+"""Levels of lists and mappings in a line; those of experiments have five."""
 
 
 @dataclass(frozen=True)
