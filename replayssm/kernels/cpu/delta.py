@@ -227,7 +227,7 @@ def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, channels: int, task: 
             _decay_keys(ring, sizes, own, place)
         _finish_decay(sizes, own)
         if flush:
-            _fold_head(token, ring, sizes, own, place)
+            _fold_head(token, ring, sizes, channels, own, place)
         else:
             _read_head(token, ring, sizes, channels, own, place)
     if flush and first == 0:
@@ -362,6 +362,7 @@ def _step_head(token: _Token, sizes: Sizes, channels: int, own: _Scratch, at: in
     """The recurrence for one head."""
     V, K = sizes.P, sizes.N
     state = advance(pointer(token.state, FLOAT32), at_slot * V * K)
+    _prefetch_output(token, sizes, at)
     widen(own.v, token.v, at * V, V, ONE, sizes.narrow)
     _step_rows(state, sizes, channels, own, pointer(token.beta, FLOAT32)[at], dot(own.k, own.q, K))
     for v in range(0, V, WIDTH):
@@ -392,7 +393,7 @@ def _read_head(token: _Token, ring: _Ring, sizes: Sizes, channels: int, own: _Sc
 
 
 @inlined
-def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
+def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, channels: int, own: _Scratch, place: Place) -> None:
     """Fold ring and token into the checkpoint, row by row; outputs are those of the folded rows."""
     V, K = sizes.P, sizes.N
     for j in range(place.length):
@@ -400,7 +401,9 @@ def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: P
         widen(advance(own.d, j * sizes.p_padded), ring.d, index * V, V, own.w[j], 0)
     state = advance(pointer(token.state, FLOAT32), place.at_slot * V * K)
     widen(own.v, token.v, place.at * V, V, ONE, sizes.narrow)
-    _fold_rows(state, sizes, place.length, own, pointer(token.beta, FLOAT32)[place.at], dot(own.k, own.q, K))
+    beta, kq = pointer(token.beta, FLOAT32)[place.at], dot(own.k, own.q, K)
+    _prefetch_output(token, sizes, place.at)
+    _fold_rows(state, ring, sizes, channels, own, place, beta, kq)
     for v in range(0, V, WIDTH):
         store_input(token.out, place.at * V + v, V - v, load(own.sq, v), sizes.narrow)
 
@@ -417,21 +420,27 @@ def _append_key(token: _Token, ring: _Ring, sizes: Sizes, place: Place, k_rnorm:
 def _prefetch_append(token: _Token, ring: _Ring, sizes: Sizes, channels: int, place: Place) -> None:
     """Ask for what is written when the head is read: the token's ring entry and the output."""
     last = entry(place.at_slot, place.length, place.oldest, sizes.capacity)
-    size = sizes.P * (4 - 2 * sizes.narrow)
     prefetch_span_to_write(ring.d + last * 4 * sizes.P, 4 * sizes.P)
     if channels == 0:
         prefetch_to_write(ring.g + 4 * last)
     else:
         prefetch_span_to_write(ring.g + last * 4 * sizes.N, 4 * sizes.N)
-    prefetch_span_to_write(token.out + place.at * size, size)
-    prefetch_span(token.v + place.at * size, size)
+    _prefetch_output(token, sizes, place.at)
 
 
 @inlined
-def _prefetch_entry(ring: _Ring, sizes: Sizes, channels: int, place: Place, j: int) -> None:
-    """Ask for d of ring token j, and for what the next head starts with."""
+def _prefetch_output(token: _Token, sizes: Sizes, at: int) -> None:
+    """Ask for a head's output, to write it, and for the v that comes with it."""
+    size = sizes.P * (4 - 2 * sizes.narrow)
+    prefetch_span_to_write(token.out + at * size, size)
+    prefetch_span(token.v + at * size, size)
+
+
+@inlined
+def _prefetch_entry(ring: _Ring, sizes: Sizes, channels: int, place: Place, ahead: int, j: int) -> None:
+    """Ask for d of ring token j, of the head or the one ``ahead``, and for what the next head starts with."""
     R, key_bytes, share = sizes.capacity, sizes.N * (4 - 2 * sizes.narrow), sizes.heads // sizes.groups
-    prefetch_span(ring.d + entry(place.at_slot, j, place.oldest, R) * 4 * sizes.P, 4 * sizes.P)
+    prefetch_span(ring.d + entry(place.at_slot + ahead, j, place.oldest, R) * 4 * sizes.P, 4 * sizes.P)
     if (place.head + 1) % share == 0:
         group = place.slot * sizes.groups + place.group + 1
         prefetch_span(ring.k + entry(group, j, place.oldest, R) * key_bytes, key_bytes)
@@ -484,7 +493,7 @@ def _read_rows(state: Any, ring: _Ring, sizes: Sizes, channels: int, own: _Scrat
         Eq, Ek = load_row(own.Eq, 0), load_row(own.Ek, 0)
         for v in range(sizes.P):
             if v < place.length:
-                _prefetch_entry(ring, sizes, channels, place, v)
+                _prefetch_entry(ring, sizes, channels, place, 0, v)
             s = load_row(state, v * ROW)
             own.sk[v], own.sq[v] = dot_row(s, Ek), dot_row(s, Eq)
         return
@@ -493,16 +502,20 @@ def _read_rows(state: Any, ring: _Ring, sizes: Sizes, channels: int, own: _Scrat
 
 
 @inlined
-def _fold_rows(state: Any, sizes: Sizes, tokens: int, own: _Scratch, beta: float, kq: float) -> None:
+def _fold_rows(
+    state: Any, ring: _Ring, sizes: Sizes, channels: int, own: _Scratch, place: Place, beta: float, kq: float
+) -> None:
     """s <- E s + sum_j d_j key_j, d = beta (v - s . k), s <- s + d k, output s . q for each row."""
     if sizes.N != ROW:
-        _fold_pieces(state, sizes, tokens, own, beta, kq)
+        _fold_pieces(state, sizes, place.length, own, beta, kq)
         return
     for v in range(0, sizes.P, 2):
+        if v // 2 < place.length:
+            _prefetch_entry(ring, sizes, channels, place, 1, v // 2)
         u = min(v + 1, sizes.P - 1)  # an odd last row is computed twice, from the same values
         E = load_row(own.E, 0)
         s, t = mul(E, load_row(state, v * ROW)), mul(E, load_row(state, u * ROW))
-        s, t = fold_two(s, t, advance(own.d, v), advance(own.d, u), sizes, tokens, own.keys)
+        s, t = fold_two(s, t, advance(own.d, v), advance(own.d, u), sizes, place.length, own.keys)
         q, k = load_row(own.q, 0), load_row(own.k, 0)
         sd, td = beta * (own.v[v] - dot_row(s, k)), beta * (own.v[u] - dot_row(t, k))
         own.sq[v], own.sq[u] = dot_row(s, q) + sd * kq, dot_row(t, q) + td * kq

@@ -198,6 +198,7 @@ def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
             at_group = (row * sizes.groups + head // share) * sizes.N
             widen(own.B, token.B, at_group, sizes.N, ONE, sizes.narrow)
             widen(own.C, token.C, at_group, sizes.N, ONE, sizes.narrow)
+        _prefetch_output(token, sizes, at)
         decay = lane0(exp(splat(A[head] * dt[at])))
         widen(own.x, token.x, at * sizes.P, sizes.P, dt[at], sizes.narrow)
         state = advance(pointer(token.state, FLOAT32), (slot * sizes.heads + head) * sizes.P * sizes.N)
@@ -348,20 +349,28 @@ def _prefetch_append(token: _Token, ring: _Ring, sizes: Sizes, place: Place) -> 
     last, size = entry(place.at_slot, place.length, place.oldest, sizes.capacity), sizes.P * (4 - 2 * sizes.narrow)
     prefetch_span_to_write(ring.x + last * size, size)
     prefetch_to_write(ring.dt + 4 * last)
-    prefetch_span_to_write(token.out + place.at * size, size)
-    prefetch_span(token.x + place.at * size, size)
+    _prefetch_output(token, sizes, place.at)
+
+
+@inlined
+def _prefetch_output(token: _Token, sizes: Sizes, at: int) -> None:
+    """Ask for a head's output, to write it, and for the x that comes with it."""
+    size = sizes.P * (4 - 2 * sizes.narrow)
+    prefetch_span_to_write(token.out + at * size, size)
+    prefetch_span(token.x + at * size, size)
 
 
 @inlined
 def _fold_head(token: _Token, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
     """Fold ring and token into the checkpoint, in one pass that also gives the output."""
-    P, tokens = sizes.P, place.length + 1
+    P = sizes.P
     for j in range(place.length):
         at_ring = entry(place.at_slot, j, place.oldest, sizes.capacity) * P
         widen(advance(own.x, j * sizes.p_padded), ring.x, at_ring, P, own.w[j], sizes.narrow)
     x = advance(own.x, place.length * sizes.p_padded)
     widen(x, token.x, place.at * P, P, own.w[place.length], sizes.narrow)
-    _fold_rows(advance(pointer(token.state, FLOAT32), place.at_slot * P * sizes.N), sizes, tokens, own.decay[0], own)
+    _prefetch_output(token, sizes, place.at)
+    _fold_rows(advance(pointer(token.state, FLOAT32), place.at_slot * P * sizes.N), ring, sizes, own, place)
 
 
 @inlined
@@ -422,11 +431,14 @@ def _read_rows(
 
 
 @inlined
-def _fold_rows(state: Any, sizes: Sizes, tokens: int, decay: float, own: _Scratch) -> None:
-    """s <- decay s + sum_j x_j B_j and y = s . C for each row."""
+def _fold_rows(state: Any, ring: _Ring, sizes: Sizes, own: _Scratch, place: Place) -> None:
+    """s <- decay s + sum_j x_j B_j and y = s . C for each row; meanwhile asks for the next head's ring."""
+    tokens, decay = place.length + 1, own.decay[0]
     if sizes.N == ROW:
         E = splat_row(decay)
         for p in range(0, sizes.P, 2):
+            if p // 2 < place.length:
+                _prefetch_entry(ring, sizes, place.at_slot + 1, p // 2, place.oldest)
             q = min(p + 1, sizes.P - 1)  # an odd last row is computed twice, from the same values
             s, t = mul(E, load_row(state, p * ROW)), mul(E, load_row(state, q * ROW))
             s, t = fold_two(s, t, advance(own.x, p), advance(own.x, q), sizes, tokens, own.B)
