@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,21 @@ def best_replay(question: Question, wanted: Callable[[Any], bool]) -> list[Any]:
         key = (row.model, row.batch_size)
         best[key] = max(best.get(key, row), row, key=_rank)
     return list(best.values())
+
+
+def best_stored(question: Question) -> list[Any]:
+    """By model, the roof row of the fastest stored arm at the largest batch; of its flush phases the worse counts."""
+    length, batch = question.parameters["interval_length"], question.parameters["min_batch"]
+    rows = rows_of(question, "roofs", "stored", lambda r: r.interval_length == length and r.batch_size >= batch)
+    found = []
+    for same in by_model(nearest_device(rows)):
+        setting = max(map(_setting, same))
+        fastest: dict[str, Any] = {}
+        for row in same:
+            if _setting(row) == setting:
+                fastest[row.phase] = max(fastest.get(row.phase, row), row, key=lambda r: r.share)
+        found.append(min(fastest.values(), key=lambda r: r.share))
+    return found
 
 
 def replay_records(question: Question) -> tuple[list[Record], list[Record]]:
@@ -114,8 +130,10 @@ def differed(rows: list[Any], batch: int | None = None) -> str:
 
 def single_phases(question: Question, rows: list[Any]) -> list[str]:
     """A remark when only one flush phase was run, since the slower of two has to count."""
-    seen = {(r.model, r.batch_size, r.phase) for r in replay_rows(question)}
-    alone = [r for r in rows if len({s for s in seen if s[:2] == (r.model, r.batch_size)}) == 1]
+    length = question.parameters["interval_length"]
+    tables = [question.tables[name].itertuples() for name in ("kernel_speedups", "roofs")]
+    run = {(r.device, r.model, r.batch_size, r.phase) for r in chain(*tables) if r.interval_length == length}
+    alone = [r for r in rows if len({s for s in run if s[:3] == (r.device, r.model, r.batch_size)}) == 1]
     return [f"only {', '.join(sorted({r.phase for r in alone}))} flush phases"] if alone else []
 
 
@@ -125,6 +143,11 @@ def roof_share(question: Question, row: Any) -> float:
     wanted = [str(getattr(row, c)) for c in columns]
     roofs = question.tables["roofs"].itertuples()
     return max((r.share for r in roofs if [str(getattr(r, c)) for c in columns] == wanted), default=0.0)
+
+
+def _setting(row: Any) -> tuple[int, bool, float]:
+    """Ranks what may differ within a model besides arm and phase: batch, input format, threads."""
+    return (row.batch_size, row.inputs == PAPER_INPUTS, 0.0 if pd.isna(row.threads) else row.threads)
 
 
 def _rank(row: Any) -> tuple[bool, float, float]:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis.gates import remarks
 from analysis.load import Evidence, describe
-from analysis.stats import Interval, median_step_ns
+from analysis.stats import MIN_ROUNDS, Interval, aa_log_ratio, bootstrap, median_step_ns
 from experiments.measure.record import Record
 
 Cell = dict[str, dict[str, Record]]
@@ -24,6 +24,9 @@ Cell = dict[str, dict[str, Record]]
 CASE = ["experiment", "device", "device_kind", "model", "family", "state", "inputs", "batch_size", "interval_length"]
 CASE += ["phase", "threads", "timing", "arms"]
 """Columns that say what was run; every table of cells begins with them."""
+
+LOUD_AA = 0.25
+"""A/A noise above which no comparison of a cell is trusted: the machine did other work while it ran."""
 
 
 def cells(records: Iterable[Record]) -> list[Cell]:
@@ -49,6 +52,20 @@ def stored_tuned(arms: dict[str, Record], state: str) -> Record | None:
     """The fastest stored arm of one group at a state format: the baseline of every verdict."""
     stored = [r for r in arms.values() if describe(r)["kind"] == "stored" and describe(r)["state"] == state]
     return min(stored, key=lambda r: (median_step_ns(r), r.arm), default=None)
+
+
+def aa_noise(cell: Cell) -> float:
+    """What two timings of one arm of the cell cannot tell from zero, as a log ratio."""
+    first = next(iter(next(iter(cell.values())).values()))
+    logs = [aa_log_ratio(r) for arms in cell.values() for r in arms.values() if r.again_samples_ns]
+    return bootstrap(logs, f"aa {first.case_hash} {first.device['name']}").noise
+
+
+def weaknesses(processes: int, rounds: int, noise: float) -> list[str]:
+    """Why a row of speedups or roofs is shown but proves nothing; empty when it may. ``rounds`` are those in all."""
+    found = ["one process"] if processes < 2 else []
+    found += [f"fewer than {MIN_ROUNDS} rounds a process"] if rounds < MIN_ROUNDS * processes else []
+    return found + ([f"A/A noise of {100 * noise:.0f} %"] if noise > LOUD_AA else [])
 
 
 def device_label(record: Record) -> str:

@@ -4,6 +4,8 @@ Every rule first decides which records bear on the claim at all; with none the c
 paper's own card and batch give reproduced, contradicted or partly; all others are analogues. An analogue contradicts a
 speed only if its own roof, from its own measured bandwidths, would have allowed that speed, and if our kernel is near
 that roof: neither a machine whose writes cost nothing nor a poor kernel shows that leaving out writes gains nothing.
+
+No answer about a time rests on one process, on few rounds or on a distance that two timings of one arm also show.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from analysis.bearing import (
     Question,
     as_rows,
     best_replay,
+    best_stored,
     by_model,
     differed,
     is_direct,
     missing_models,
-    nearest_device,
     replay_records,
     replay_rows,
     roof_share,
-    rows_of,
     single_phases,
 )
+from analysis.cells import weaknesses
 from analysis.gates import number, value
 from analysis.load import describe, moved_bytes
 from analysis.stats import FASTER
@@ -43,7 +45,7 @@ VERDICTS = (REPRODUCED, CONTRADICTED, PARTLY, SUPPORTED, AGAINST, UNCLEAR, NOT_R
 NEAR_ROOF = 0.75
 """Share of its roof below which a replay kernel itself, not the method, may be what is slow."""
 OWN_KERNELS = "kernels: this project's"
-COUNTED = "bytes follow from shapes and counted flushes, not from hardware counters"
+COUNTED = "computed from bytes, not measured: from shapes and counted flushes, not from hardware counters"
 FP32_BYTES = 4
 YES, NO, OPEN = "yes", "no", "open"
 
@@ -80,7 +82,8 @@ def kernel_range(question: Question) -> Finding:
         else:
             answers.append(NO if row.high < low and not obstacle else OPEN)
             notes += [f"{row.model}: {obstacle}"] if obstacle else []
-    return _speedups(rows, answers, batch, notes + single_phases(question, rows))
+    answers, doubts = _doubted(answers, rows, [r.speedup for r in rows], low)
+    return _speedups(rows, answers, batch, notes + doubts + single_phases(question, rows))
 
 
 def batch_one(question: Question) -> Finding:
@@ -95,20 +98,22 @@ def batch_one(question: Question) -> Finding:
             answers.append(YES)
         else:
             answers.append(NO if row.verdict == FASTER and row.low > gain else OPEN)
-    return _speedups(rows, answers, 1, single_phases(question, rows))
+    answers, doubts = _doubted(answers, rows, [r.speedup for r in rows], gain)
+    return _speedups(rows, answers, 1, doubts + single_phases(question, rows))
 
 
 def memory_bound(question: Question) -> Finding:
     """Share of its roof that the fastest stored arm reaches. A low share may be the kernel's fault: never a no."""
-    rows = rows_of(question, "roofs", "stored", lambda r: r.batch_size >= question.parameters["min_batch"])
-    rows = [max(same, key=lambda r: (r.batch_size, r.share)) for same in by_model(nearest_device(rows))]
+    rows, share = best_stored(question), question.parameters["share"]
     if not rows:
         return not_run(question)
-    answers = [YES if row.low >= question.parameters["share"] else OPEN for row in rows]
+    answers = [YES if row.low >= share else OPEN for row in rows]
+    answers, doubts = _doubted(answers, rows, [r.share for r in rows], share)
     ours = "; ".join(f"{_bounds(r, r.share)} of the roof ({r.model}, batch {r.batch_size})" for r in rows)
     intensity = [r.flops_per_byte for r in rows if not pd.isna(r.flops_per_byte)]
-    note = f"{_span(intensity)} FLOP a byte" if intensity else ""
-    return Finding(ours, _verdict(answers, rows), differed(rows), note)
+    notes = [f"{_span(intensity)} FLOP a byte"] if intensity else []
+    notes += doubts + single_phases(question, rows)
+    return Finding(ours, _verdict(answers, rows), differed(rows), "; ".join(notes))
 
 
 def one_write_an_interval(question: Question) -> Finding:
@@ -162,7 +167,7 @@ def ideal_gain(question: Question) -> Finding:
     rows = [r for r in replay_rows(question) if not pd.isna(r.ideal_bytes)]
     if not rows:
         return not_run(question)
-    wrong = [r.ideal_bytes < floor or r.low > ceiling for r in rows]
+    wrong = [r.ideal_bytes < floor or (r.low > ceiling and not _weak(r)) for r in rows]
     beyond = [r for r in rows if r.low > r.ideal_bytes]
     answers = [NO if no else OPEN if r in beyond else YES for r, no in zip(rows, wrong, strict=True)]
     note = "; ".join(f"{r.arm} gains {r.speedup:.2f}x, more than bytes explain ({r.model})" for r in beyond)
@@ -241,6 +246,22 @@ def _obstacle(question: Question, row: Any, speedup: float) -> str:
         return f"the roof of this machine allows {row.ideal_roof:.2f}x"
     share = roof_share(question, row)
     return f"{row.arm} reaches only {share:.2f} of its own roof" if share < NEAR_ROOF else ""
+
+
+def _doubted(answers: list[str], rows: list[Any], estimates: list[float], bound: float) -> tuple[list[str], list[str]]:
+    """The answers, open where a row proves nothing or lies no further from the bound than its A/A noise; and why."""
+    sure, notes = [], []
+    for answer, row, estimate in zip(answers, rows, estimates, strict=True):
+        doubt = ", ".join(_weak(row))
+        if not doubt and answer != OPEN and math.log1p(row.aa_noise) >= abs(math.log(estimate / bound)):
+            doubt = f"A/A noise of {100 * row.aa_noise:.1f} %, too much to tell {estimate:.2f} from {bound:g}"
+        sure.append(OPEN if doubt else answer)
+        notes += [f"{row.model}: {doubt}"] if doubt else []
+    return sure, notes
+
+
+def _weak(row: Any) -> list[str]:
+    return weaknesses(row.processes, row.rounds, row.aa_noise)
 
 
 def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str]) -> Finding:

@@ -7,10 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from analysis.cells import CASE, Cell, bounds, case_columns, digits, join, joined_remarks, median_us, stored_tuned
+from analysis.cells import (
+    CASE,
+    LOUD_AA,
+    Cell,
+    aa_noise,
+    bounds,
+    case_columns,
+    digits,
+    join,
+    joined_remarks,
+    median_us,
+    stored_tuned,
+    weaknesses,
+)
 from analysis.gates import number
 from analysis.load import Evidence, describe, moved_bytes
-from analysis.stats import AMBIGUOUS, FASTER, aa_log_ratio, bootstrap, paired_log_speedup, verdict
+from analysis.stats import AMBIGUOUS, FASTER, bootstrap, paired_log_speedup, verdict
 from experiments.measure.record import Record
 
 COLUMNS = [*CASE, "arm", "kind", "baseline", "step_us", "baseline_us", "speedup", "low", "high", "verdict"]
@@ -18,9 +31,7 @@ COLUMNS += ["aa_noise", "ideal_bytes", "ideal_roof", "processes", "rounds", "int
 
 
 def speedup_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
-    aa = [aa_log_ratio(r) for arms in cell.values() for r in arms.values() if r.again_samples_ns]
-    first = next(iter(next(iter(cell.values())).values()))
-    noise = bootstrap(aa, f"aa {first.case_hash} {first.device['name']}").noise
+    noise = aa_noise(cell)
     rows = []
     for arm in sorted({a for arms in cell.values() for a in arms}):
         pairs = []
@@ -49,10 +60,11 @@ def _speedup_row(
         [paired_log_speedup(*pair) for pair in pairs], f"{records[0].case_hash} {records[0].device['name']} {arm}"
     )
     found, missing = verdict(interval, noise), _missing_baselines(cell, evidence)
-    if missing and found == FASTER:  # against a weaker baseline than the run meant to have
+    loud = digits(math.expm1(noise))
+    if loud > LOUD_AA or (missing and found == FASTER):  # or against a weaker baseline than the run meant to have
         found = AMBIGUOUS
     notes = [f"{m} missing from the baseline" for m in missing]
-    notes += ["one process"] if interval.processes == 1 else []
+    notes += weaknesses(interval.processes, interval.rounds, loud)
     baselines = [baseline for baseline, _ in pairs]
     return (
         row
@@ -61,7 +73,7 @@ def _speedup_row(
             "baseline": " or ".join(sorted({b.arm for b in baselines})),
             "baseline_us": median_us(baselines),
             "verdict": found,
-            "aa_noise": digits(math.expm1(noise)),
+            "aa_noise": loud,
             "ideal_bytes": _mean_ratio([(moved_bytes(b), moved_bytes(r)) for b, r in pairs]),
             "ideal_roof": _mean_ratio([(_floor(b), _floor(r)) for b, r in pairs]),
             "interval_over": "rounds only" if interval.processes == 1 else "processes and rounds",

@@ -23,9 +23,9 @@ def verdicts(folder, *groups, root=ROOT):
     return {r.id: r for r in table.itertuples()}
 
 
-def fast(model="nemotron_3_nano_4b", batch=256, factor=0.6, device=None, level=1.05, **changes):
+def fast(model="nemotron_3_nano_4b", batch=256, factor=0.6, device=None, level=1.05, rounds=20, **changes):
     """Three processes in which replay takes ``factor`` of the stored time, near its roof."""
-    of = case(model, batch)
+    of = case(model, batch, timing=case()["timing"] | {"rounds": rounds})
     arms = ARMS | {"replay/cpu": factor}
     changes |= {"device": {**group()[0].device, **device}} if device else {}
     step = level * traffic(of, "stored/cpu")["floor_ns"]
@@ -179,6 +179,74 @@ def test_the_slower_flush_phase_counts(tmp_path):
 )
 def test_batch_one(tmp_path, factor, noise, verdict):
     assert verdicts(tmp_path, *fast(batch=1, factor=factor, noise=noise))["batch-one-kernel"].verdict == verdict
+
+
+DOUBTS = {
+    "one process": (1, {}, "one process"),
+    "few rounds": (3, {"rounds": 4}, "fewer than 5 rounds a process"),
+    "loud": (3, {"noise": 0.6}, "A/A noise of"),
+}
+TIMED = {
+    "kernel-range yes": ("kernel-range", {"factor": 0.6}),
+    "kernel-range no": ("kernel-range", {"factor": 0.7, "level": 0.95}),
+    "batch-one yes": ("batch-one-kernel", {"batch": 1, "factor": 2.0}),
+    "batch-one no": ("batch-one-kernel", {"batch": 1, "factor": 0.3}),
+    "memory-bound": ("state-traffic-bound", {"level": 1.0}),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+@pytest.mark.parametrize("question", TIMED)
+def test_no_time_is_evidence_from_one_process_few_rounds_or_a_loud_machine(tmp_path, question, doubt):
+    claim, changes = TIMED[question]
+    count, weak, reason = DOUBTS[doubt]
+    changes = {"batch": 64} | changes
+    assert verdicts(tmp_path / "good", *fast(**changes))[claim].verdict in (rules.SUPPORTED, rules.AGAINST)
+    found = verdicts(tmp_path / "weak", *fast(**changes, **weak)[:count])[claim]
+    assert found.verdict == rules.UNCLEAR
+    assert f"nemotron_3_nano_4b: {reason}" in found.note
+
+
+def test_a_distance_that_two_timings_of_one_arm_also_show_is_no_evidence(tmp_path):
+    near = verdicts(tmp_path / "near", *fast(batch=1, factor=1 / 1.03, aa_bias=1.02))["batch-one-kernel"]
+    assert near.verdict == rules.UNCLEAR
+    assert "too much to tell 1.0" in near.note
+    far = verdicts(tmp_path / "far", *fast(batch=1, factor=1.3, aa_bias=1.02))["batch-one-kernel"]
+    assert (far.verdict, "A/A" in far.note) == (rules.SUPPORTED, False)
+
+
+def staggered(level, batch=64, length=16):
+    of = case(batch=batch, length=length, phase="staggered")
+    step = level * traffic(of, "stored/cpu")["floor_ns"]
+    return [group(of, replicate=r, seed=r, step_ns=step) for r in range(3)]
+
+
+def test_of_two_phases_the_worse_says_how_near_the_roof_stored_arms_are(tmp_path):
+    found = verdicts(tmp_path / "both", *fast(batch=64), *staggered(1.9))["state-traffic-bound"]
+    assert found.ours.startswith("0.5")
+    assert found.verdict == rules.UNCLEAR
+    assert "phases" not in found.note
+    alone = verdicts(tmp_path / "alone", *fast(batch=64))["state-traffic-bound"]
+    assert alone.verdict == rules.SUPPORTED
+    assert "only aligned flush phases" in alone.note
+
+
+def test_only_the_protocols_interval_length_says_how_near_the_roof_stored_arms_are(tmp_path):
+    groups = [*fast(batch=64, level=1.9), *staggered(1.0, length=4)]
+    assert verdicts(tmp_path / "both", *groups)["state-traffic-bound"].ours.startswith("0.5")
+    assert verdicts(tmp_path / "four", *staggered(1.0, length=4))["state-traffic-bound"].verdict == rules.NOT_RUN
+
+
+def test_claims_about_bytes_say_that_nothing_was_measured(tmp_path):
+    found = verdicts(tmp_path, *fast(batch=64))
+    for name in ("traffic-halved", "cost-buffer"):
+        assert "computed from bytes, not measured" in found[name].note
+
+
+def test_what_a_rule_reads_is_written_by_the_command_beside_it():
+    for claim in claims.read(CLAIMS):
+        if claim.rule not in ("not_run", "outside"):
+            assert claim.command.startswith("python -m experiments.kernel "), claim.id
 
 
 def test_arms_that_are_not_replay_never_count(tmp_path):
