@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import roofs, speedups
-from analysis.cells import CASE, case_columns, cells, device_labels, digits
+from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 
@@ -18,6 +18,16 @@ FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
 DEVICE += ["records", "failures"]
+NOTES = {
+    "kernel_speedups": "The speedup is the median over rounds of the ratio within a round, its mean over processes; "
+    "step and baseline are medians over rounds of each arm alone, so that their ratio may differ from it, even in "
+    "direction. The interval covers the rounds and, from two processes on, the processes of this one run of one "
+    "machine; it covers no other day, build or machine. Rows whose A/A noise exceeds "
+    f"{100 * LOUD_AA:.0f} % are AMBIGUOUS, whatever their interval.",
+    "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
+    "above 1 the machine moved more than its bandwidth test.",
+}
+"""What a reader of a table must know, by table."""
 
 
 def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
@@ -45,9 +55,10 @@ def write(tables: dict[str, pd.DataFrame], folder: Path) -> None:
 
 
 def markdown(title: str, frame: pd.DataFrame) -> str:
-    """A Markdown table under a heading; columns that are empty in every row are left out."""
+    """A Markdown table under a heading; columns that are empty in every row are left out, ``NOTES`` stand above it."""
     shown = shown_columns(frame)
     lines = [f"# {title.replace('_', ' ')}", ""]
+    lines += [NOTES[title], ""] if title in NOTES else []
     if not shown:
         return "\n".join([*lines, "No rows.", ""])
     rows = [[c.replace("_", " ") for c in shown], ["---"] * len(shown)]

@@ -60,6 +60,34 @@ def test_one_process_says_so(tmp_path):
     assert "one process" in replay["remarks"]
 
 
+def test_a_loud_machine_gives_no_verdict_and_says_so(tmp_path):
+    quiet = row(built(tmp_path / "quiet", *processes(arms=ARMS | {"replay/cpu": 0.2}))["kernel_speedups"], "replay/cpu")
+    loud = processes(arms=ARMS | {"replay/cpu": 0.2}, noise=0.6)
+    found = row(built(tmp_path / "loud", *loud)["kernel_speedups"], "replay/cpu")
+    assert found["low"] > 1 + found["aa_noise"] > 1.25
+    assert (quiet["verdict"], found["verdict"]) == ("FASTER", "AMBIGUOUS")
+    assert f"A/A noise of {100 * found['aa_noise']:.0f} %" in found["remarks"]
+    assert quiet["remarks"] == ""
+
+
+def test_the_head_of_the_speedups_says_how_they_relate_to_the_times(tmp_path):
+    text = tables.markdown("kernel_speedups", built(tmp_path, *processes())["kernel_speedups"])
+    head = text[: text.index("|")]
+    for part in ("median over rounds of the ratio within a round", "interval covers", "exceeds 25 % are AMBIGUOUS"):
+        assert part in head
+
+
+def test_bandwidths_are_averaged_over_processes_as_floors_are(tmp_path):
+    groups = []
+    for records, factor in zip(processes(2), (1.0, 0.5), strict=True):
+        rates = {"read_modify_write": {"kernel": "torch.add_", "bytes_per_s": RMW * factor}}
+        floors = [r.traffic | {"floor_ns": r.traffic["floor_ns"] / factor} for r in records]
+        pairs = zip(records, floors, strict=True)
+        groups.append([replace(r, bandwidth=r.bandwidth | rates, traffic=floor) for r, floor in pairs])
+    stored = row(built(tmp_path, *groups)["roofs"], "stored/cpu")
+    assert stored["roof_gb_per_s"] == stored["rmw_gb_per_s"] == pytest.approx(RMW / 1e9 * 2 / 3, rel=1e-3)
+
+
 @pytest.mark.parametrize(("status", "verdict"), [("oom", "AMBIGUOUS"), ("unsupported", "FASTER")])
 def test_a_baseline_that_failed_withholds_faster_unless_the_device_cannot_run_it(tmp_path, status, verdict):
     groups = processes(failed={"stored/cpu": status}, aa_arm="stored/torch")
