@@ -1,7 +1,7 @@
 """Copies of the project, in which a test may plant a fault, and the project's real commands run there in processes.
 
-A copy believes to be on a small machine: it reads the size of the last-level cache and the count of throttling events
-from files that lie beside it. Rotating five times 2 MiB takes milliseconds and is the same work on every machine.
+A copy takes the last-level cache of its machine for one of 2 MiB: rotating five times as much takes milliseconds, and
+is the same work everywhere.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("analysis", "configs", "experiments", "replayssm", "tests", "results/paper", "pyproject.toml")
-MACHINE = {
-    "cpu0/cache/index3/level": "3",
-    "cpu0/cache/index3/size": "2048K",
-    "cpu0/thermal_throttle/core_throttle_count": "0",
-}
 SMALL = ("model=nemotron_3_nano_4b", "model.ssm.heads=16", "batch_size=4", "interval_length=4", "threads=1")
 """A case of 2.5 MiB of state: four copies rotate."""
 LIMIT_S = 300
 
 
 class Tree:
-    """A fresh copy of the project below ``folder``, what lay there before is removed; records go to ``records``.
+    """A fresh copy of the project below ``folder``, in place of what lay there before; records go to ``records``.
 
     ``cache`` is where machine code is kept; it serves later trees in the same folder, as far as sources are the same.
     """
@@ -46,11 +41,8 @@ class Tree:
                 shutil.copytree(source, copy, ignore=shutil.ignore_patterns("kernels-cpu-*"))
             else:
                 shutil.copy2(source, copy)
-        for name, text in MACHINE.items():
-            (folder / "machine" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "machine" / name).write_text(f"{text}\n")
-        machine = f'Path("{folder / "machine"}")'
-        self.patch("experiments/measure/provenance.py", 'Path("/sys/devices/system/cpu")', machine)
+        cache_bytes = '"last_level_cache_bytes": '
+        self.patch("experiments/measure/provenance.py", f"{cache_bytes}_last_level_cache()", f"{cache_bytes}2 << 20")
 
     def patch(self, file: str, old: str, new: str) -> None:
         """Replace ``old``, which must stand in the file exactly once."""
