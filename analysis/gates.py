@@ -7,6 +7,8 @@ fault is a pair (gate, what is wrong); gates are named in ``GATES``. Faults excl
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +19,17 @@ from experiments.measure.record import Record
 MIN_COLD_FACTOR = 5.0
 """Rotated bytes over the size of the last-level cache: at 5 the next visit of a copy finds next to nothing cached."""
 
+NOT_IN_HASH = ("replicates", "timeout_s")
+"""Fields of a case's timing that its hash leaves out: how often it is repeated, and how long it may take."""
+BUSY = 1.5
+"""Load before a run, over the number of cores, above which other work took part in it."""
+
 GATES = {
     "line": "the line is no valid record",
     "experiment": "no table exists for this experiment",
     "status": "the arm did not run to its end; shown as a failure",
     "case": "the resolved case lacks a field or holds an impossible value",
+    "case hash": "the hash is not that of the case: one of the two was changed",
     "group": "the records of one group contradict each other",
     "incomplete": "an arm of the group has no record",
     "superseded": "another complete group measured the same, and is newer or passed every gate",
@@ -65,7 +73,16 @@ def case_faults(record: Record) -> list[Fault]:
     for path in (("model",), ("phase",), ("geometry", "family"), ("precision", "state"), ("precision", "inputs")):
         if not isinstance(value(record, *path), str):
             faults.append(("case", f"{'.'.join(path)}={value(record, *path)!r} is no text"))
+    if not faults and (expected := case_hash(record.case)) != record.case_hash:
+        faults.append(("case hash", f"case_hash={record.case_hash}, that of the case is {expected}"))
     return faults
+
+
+def case_hash(case: dict[str, Any]) -> str:
+    """16 hex digits of the canonical JSON of a recorded case, computed apart from the experiment that wrote it."""
+    timing = {k: v for k, v in case["timing"].items() if k not in NOT_IN_HASH}
+    canonical = json.dumps(case | {"timing": timing}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def record_faults(record: Record) -> list[Fault]:
@@ -117,7 +134,17 @@ def remarks(record: Record) -> list[str]:
         found.append("uncommitted code" if record.code.get("dirty") else "code version not recorded")
     if record.timing_used.get("warmup_settled") is not True:
         found.append("warm-up not settled")
+    load, cores = _load_before(record), number(record.device, "cores")
+    if load is not None and cores and load > BUSY * cores:
+        found.append("machine busy")
     return found
+
+
+def _load_before(record: Record) -> float | None:
+    """Load average over the minute before the run; None where it was not recorded."""
+    before = record.device_state.get("before")
+    averages = before.get("load_average") if isinstance(before, dict) else None
+    return number({"first": averages[0]}, "first") if isinstance(averages, list) and averages else None
 
 
 def _cycle_faults(record: Record) -> list[Fault]:

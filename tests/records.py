@@ -47,6 +47,13 @@ def case(model: str = "nemotron_3_nano_4b", batch: int = 64, length: int = 16, *
     } | changes
 
 
+def case_hash(of: Mapping[str, Any]) -> str:
+    """The hash of a case, from its canonical JSON, as ``experiments.case`` gives it."""
+    timing = {k: v for k, v in of["timing"].items() if k not in ("replicates", "timeout_s")}
+    canonical = json.dumps({**of, "timing": timing}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
 def traffic(of: Mapping[str, Any], arm: str) -> dict[str, float]:
     """Bytes and floor of a layer step, as ``replayssm.traffic`` counts them."""
     geometry, batch, length = of["geometry"], of["batch_size"], of["interval_length"]
@@ -122,7 +129,7 @@ def _what_was_run(of: Mapping[str, Any], arm: str) -> dict[str, Any]:
     bandwidth = {"read": {"kernel": "torch.sum", "bytes_per_s": READ}}
     return {
         "experiment": "kernel",
-        "case_hash": hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16],
+        "case_hash": case_hash(of),
         "arm_hash": hashlib.sha256(arm.encode()).hexdigest()[:16],
         "case": dict(of),
         "arm_config": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -9,9 +10,12 @@ from dataclasses import replace
 import pytest
 from records import CACHE_BYTES, COPIES, case, group, write
 
-from analysis import tables
+from analysis import gates, tables
 from analysis.gates import GATES
 from analysis.load import load
+from experiments.case import Case, Precision, Timing
+from experiments.case import case_hash as experiment_hash
+from replayssm.geometry import Geometry
 
 
 def reasons(evidence):
@@ -307,6 +311,51 @@ def test_remarks_flag_and_do_not_exclude(tmp_path):
     changed = edit(group(), code={"dirty": True}, timing_used={"warmup_settled": False})
     frame = load([write(tmp_path, changed)]).frame
     assert set(frame["remarks"]) == {"uncommitted code; warm-up not settled"}
+
+
+@pytest.mark.parametrize(
+    ("before", "busy"),
+    [
+        ({"load_average": [3.1, 0.0, 0.0]}, True),
+        ({"load_average": [3.0, 9.0, 9.0]}, False),
+        ({"load_average": None}, False),
+        ({"load_average": []}, False),
+        ({"load_average": ["high"]}, False),
+        (None, False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_a_busy_machine_is_flagged(tmp_path, before, busy):
+    frame = load([write(tmp_path, edit(group(), device_state={"before": before}))]).frame
+    assert set(frame["remarks"]) == {"machine busy" if busy else ""}
+
+
+def test_a_case_that_was_changed_after_its_hash_is_refused(tmp_path):
+    evidence = load([write(tmp_path, edit(group(), case={"batch_size": 256}))])
+    assert evidence.records == []
+    assert reasons(evidence) == {("case hash", arm) for arm in group()[0].arms}
+    again = load([write(tmp_path / "again", edit(group(), case={"timing": case()["timing"] | {"replicates": 9}}))])
+    assert len(again.records) == 4  # how often a case is repeated is no part of it
+
+
+def test_the_hash_of_a_case_is_that_of_the_experiment():
+    of = Case(
+        "kernel",
+        "nemotron_3_nano_4b",
+        Geometry("mamba2", 96, 8, 80, 128),
+        64,
+        16,
+        "aligned",
+        Precision("fp32", "bf16"),
+        "cpu",
+        2,
+        0,
+        Timing("default", 20, 1, 5.0, 30.0, 0.01, 3, 600.0),
+    )
+    recorded = json.loads(json.dumps(dataclasses.asdict(of)))
+    assert gates.case_hash(recorded) == experiment_hash(of)
+    assert gates.case_hash(recorded | {"seed": 1}) != experiment_hash(of)
 
 
 def test_the_order_of_files_and_lines_does_not_matter(tmp_path):
