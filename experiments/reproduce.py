@@ -32,7 +32,6 @@ SWEEP = (
     # Batch sizes, one case with all arms, plain torch among them; then interval length and phase.
     *((f"model={model}", f"batch_size={batch}") for batch in (64, 1) for model in MODELS),
     (f"model={MODELS[0]}", "batch_size=8", "arms=[stored/torch,stored/cpu,replay/torch,replay/cpu]"),
-    *((f"model={model}", "batch_size=8") for model in MODELS[1:]),
     *((f"model={MODELS[0]}", "batch_size=64", f"interval_length={length}") for length in (4, 32)),
     (f"model={MODELS[0]}", "batch_size=64", "phase=staggered"),
 )
