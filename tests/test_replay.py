@@ -144,6 +144,23 @@ def test_a_reused_slot_starts_anew(family: str, raw_fold: bool, window: int | No
         assert all(ring.isnan().all() for ring in run.cache.ring.values())
 
 
+@pytest.mark.parametrize("raw_fold", [False, True])
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_only_the_fold_from_raw_inputs_is_free_of_d(family: str, window: int | None, raw_fold: bool) -> None:
+    """An error in the buffered corrected values reaches the checkpoint by the other fold, and not by this one."""
+    run = Run(small_geometry(family), 1, slots=1, interval_length=4, window=window, steps=8, raw_fold=raw_fold)
+    (slot,) = run.admit(1, seed=1)
+    while not run.due(slot.index):
+        run.step([slot], [2])
+    run.cache.ring["d"] += 1.0
+    if raw_fold:
+        run.step([slot], [2])
+    else:
+        with pytest.raises(AssertionError):
+            run.step([slot], [2])
+
+
 @every_variant
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_batch_of_padding_changes_nothing(family: str, raw_fold: bool, window: int | None) -> None:
@@ -223,9 +240,11 @@ def test_an_output_is_rounded_once(family: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("slots", [[0, 1, 2], [1, 2, 3], [3, 0, 2], [2, 1, 0], [-1, 1, 2], [3, -1, 0], [-1, -1, -1]])
+@pytest.mark.parametrize(
+    "slots", [[0, 1, 2], [1, 2, 3], [3, 0, 2], [2, 1, 0], [0, 2, 1, 3], [-1, 1, 2], [3, -1, 0], [-1, -1, -1]]
+)
 def test_stored_step(family: str, slots: list[int]) -> None:
-    sequence = make_sequence(small_geometry(family), 3, 1, seed=1)
+    sequence = make_sequence(small_geometry(family), len(slots), 1, seed=1)
     state = make_state(sequence.geometry, 5, dtype=torch.float64, seed=2)
     inputs, index = sequence.at(0), torch.tensor(slots)
     live = index >= 0
@@ -233,7 +252,10 @@ def test_stored_step(family: str, slots: list[int]) -> None:
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if name not in ("A", "D"):
             tensor[~live] = torch.nan
-    expected, out = state.clone(), torch.full((3, *output_shape(sequence.geometry)), SENTINEL, dtype=torch.float64)
+    expected, out = (
+        state.clone(),
+        torch.full((len(slots), *output_shape(sequence.geometry)), SENTINEL, dtype=torch.float64),
+    )
     stored_step(out, state, inputs, index)
     assert (out[~live] == SENTINEL).all()
     if live.any():
