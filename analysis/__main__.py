@@ -10,6 +10,7 @@ others by their bytes.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,13 +19,9 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pandas as pd
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from analysis import claims, figures, published, report, rules, tables
-from analysis.load import load
+from analysis import claims, figures, published, report, tables, terminal
+from analysis.load import Evidence, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -35,12 +32,10 @@ OWN = {f"{folder}/{name}{kind}" for folder, names in NAMES.items() for name in n
 """Every file that this program may write, and so may remove."""
 ONE_LEVEL = 1.5 / 255
 """Most that a channel of a pixel may differ: rounding, when an image was drawn by another build of its libraries."""
-COLOURS = {"reproduced": "green", "supported": "green", "contradicted": "red", "partly": "yellow", "unclear": "yellow"}
 
 
-def build(records: Sequence[Path], out: Path) -> pd.DataFrame:
+def build(evidence: Evidence, out: Path) -> pd.DataFrame:
     """Rebuild every output below ``out``, removing its own older ones first; returns the claims table."""
-    evidence = load(records)
     found = tables.build(evidence)
     paper = RESULTS / "paper"
     table = claims.evaluate(claims.read(paper / "claims.toml"), found, evidence, ROOT)
@@ -83,48 +78,60 @@ def same(one: Path, two: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 when ``--check`` finds a difference; 2 on bad input."""
-    options = _options(argv)
-    if missing := [f for f in options.records or [] if not f.is_dir()]:
-        print(f"--records={missing[0]} is no folder; accepted: folders of *.jsonl files", file=sys.stderr)
-        return 2
-    records = options.records or [RESULTS / "records"]
+    """Exit status: 0, or 1 when ``--check`` finds a difference; 2 on bad input, 130 when interrupted."""
+    try:
+        return _run(_options(argv))
+    except KeyboardInterrupt:
+        print("interrupted; the same command builds everything anew", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has left; the outputs are written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(options: argparse.Namespace) -> int:
+    for folder in options.records or []:
+        if not folder.strip() or not Path(folder).is_dir():
+            return _refuse(f"--records={folder} is no folder; accepted: folders of *.jsonl files")
+    if not options.out.strip():
+        return _refuse("--out= is no folder; accepted: a folder, which is created")
+    out = Path(options.out)
+    try:
+        evidence = load([Path(folder) for folder in options.records or [RESULTS / "records"]])
+    except OSError as error:
+        return _refuse(f"--records: {error.filename} cannot be read: {error.strerror}; accepted: readable files")
     if options.check:
-        with tempfile.TemporaryDirectory() as folder:
-            build(records, Path(folder))
-            lines = differences(Path(folder), options.out)
-        for line in lines:
-            print(line, file=sys.stderr)
-        print(f"{len(lines)} outputs differ from their records" if lines else "all outputs agree with their records")
-        return 1 if lines else 0
-    table = build(records, options.out)
-    _show(table, options.out)
+        return _check(evidence, out)
+    try:
+        table = build(evidence, out)
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}"
+        return _refuse(f"--out={options.out} cannot be written ({told}); accepted: a folder that can be written")
+    terminal.show(table, evidence.exclusions, out)
     return 0
+
+
+def _check(evidence: Evidence, out: Path) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        build(evidence, Path(folder))
+        lines = differences(Path(folder), out)
+    for line in lines:
+        print(line, file=sys.stderr)
+    print(f"{len(lines)} outputs differ from their records" if lines else "all outputs agree with their records")
+    return 1 if lines else 0
+
+
+def _refuse(line: str) -> int:
+    print(line, file=sys.stderr)
+    return 2
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m analysis", description="Rebuild all results from records.")
-    parser.add_argument("--records", nargs="+", type=Path, metavar="DIR", help="default: results/records")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: results")
+    parser.add_argument("--records", nargs="+", metavar="DIR", help="default: results/records")
+    parser.add_argument("--out", default=str(RESULTS), metavar="DIR", help="default: results")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if an output differs")
     return parser.parse_args(argv)
-
-
-def _show(claims_table: pd.DataFrame, out: Path) -> None:
-    console = Console()
-    wide = console.width >= 120
-    shown = Table(title="Claims of the paper", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("claim", "paper", "ours", "verdict", *(["what differed, or command"] if wide else [])):
-        shown.add_column(name, no_wrap=name == "claim", overflow="fold", min_width=12)
-    for row in claims_table.itertuples():
-        verdict = Text(row.verdict, COLOURS.get(row.verdict.split(" ")[0], "dim"))
-        last = Text(row.command, "dim") if row.verdict == rules.NOT_RUN else Text(row.differed)
-        cells = [Text(row.id), Text(f"{row.paper} {row.unit}".strip()), Text(row.ours), verdict]
-        shown.add_row(*cells, *([last] if wide else []))
-    console.print(shown)
-    page = out / "report" / "index.html"
-    for name, place in (("commands", out / "tables" / "claims.md"), ("figures", out / "figures"), ("report", page)):
-        console.print(f"{name:10}{place}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,59 @@ def test_a_records_folder_that_is_none_is_refused_in_one_line(tmp_path, capsys):
     assert re.fullmatch(r"--records=.*absent is no folder; accepted: .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--records", ""], r"--records= is no folder; accepted: .*"),
+        (["--out", ""], r"--out= is no folder; accepted: .*"),
+        (["--out", "{file}"], r"--out=.*file cannot be written \(.*\); accepted: .*"),
+        (["--out", "{file}/below"], r"--out=.*below cannot be written \(.*\); accepted: .*"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_refused_in_one_line(tmp_path, capsys, monkeypatch, options, line):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "build", lambda evidence, out: tables.write({}, out))
+    assert main([o.format(file=tmp_path / "file") for o in options]) == 2
+    assert re.fullmatch(line + "\n", capsys.readouterr().err)
+
+
+def test_an_interrupt_ends_with_one_line(tmp_path, capsys, monkeypatch):
+    def interrupt(folders):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "load", interrupt)
+    assert main(["--records", str(tmp_path), "--out", str(tmp_path / "out")]) == 130
+    assert re.fullmatch(r"interrupted; .*\n", capsys.readouterr().err)
+
+
+def printed(folder, monkeypatch, capsys, columns, *groups):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["--records", str(write(folder / "r", *groups)), "--out", str(folder / "out")]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_refused_group_is_told_with_its_reason_and_how_to_measure_again(tmp_path, monkeypatch, capsys):
+    loud = [group(case(batch=b), aa_bias=1.1) for b in range(1, 8)]
+    text = printed(tmp_path, monkeypatch, capsys, 80, *sweep(), *loud, group(started="2026-11-28T10:00:00Z"))
+    assert "excluded: 7 groups" in text
+    assert "stored/cpu timed twice differs" in text
+    assert "and 2 more in tables/exclusions.md" in text
+    assert "repeat=true for experiments.kernel" in text
+    assert "--repeat for experiments.reproduce" in text
+    assert "excluded" not in printed(tmp_path / "good", monkeypatch, capsys, 80, *sweep())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_claims_fit_a_terminal(tmp_path, monkeypatch, capsys, columns):
+    lines = printed(tmp_path, monkeypatch, capsys, columns, *sweep()).splitlines()
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("commands"))]
+    assert max(map(len, table)) <= columns
+    assert any("kernel-range" in line and "1.46 to 1.80 x" in line for line in table)
+    assert len(table) < (80 if columns == 80 else 110)
+    assert ("card: 2-core CPU" in "".join(table)) == (columns == 120)
+
+
 def test_analysis_imports_neither_torch_nor_the_library():
     code = "import sys, analysis.__main__; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
