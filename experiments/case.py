@@ -17,6 +17,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,9 @@ ARMS = Path(__file__).parent / "arms"
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """``quota period`` of the container, or ``max period``."""
 MODELS = Path(__file__).parents[1] / "configs" / "model"
+DEFAULT_RECORDS = "results/local/records"
+"""As in ``configs/kernel.yaml``. A dry run does not check it: the checkout may be read-only."""
+MAX_BATCH_SIZE = 1_000_000
 
 PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
@@ -111,7 +116,7 @@ def case_from_config(config: Mapping[str, Any]) -> Case:
         experiment=choice(config, "experiment", EXPERIMENTS),
         model=model,
         geometry=geometry,
-        batch_size=integer(config, "batch_size", 1),
+        batch_size=batch_size_from_config(config),
         interval_length=interval_length_from_config(config),
         phase=choice(config, "phase", PHASES),
         precision=_precision(config),
@@ -121,12 +126,18 @@ def case_from_config(config: Mapping[str, Any]) -> Case:
         timing=_timing(config),
     )
     arms_from_config(config)
-    flag(config, "dry_run")
     flag(config, "repeat")
-    text(config, "records", "a folder")
     only(config, ["name"], "tracker")
     choice(config, "tracker.name", TRACKERS)
+    records = text(config, "records", "a folder")
+    if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
+        _refuse_unwritable(records)
     return case
+
+
+def batch_size_from_config(config: Mapping[str, Any]) -> int:
+    """Rows decoded together."""
+    return integer(config, "batch_size", 1, MAX_BATCH_SIZE)
 
 
 def interval_length_from_config(config: Mapping[str, Any]) -> int:
@@ -138,12 +149,15 @@ def model_from_config(config: Mapping[str, Any]) -> tuple[str, Geometry]:
     """Name and layer geometry of the group ``model``; refuses a model whose geometry was never published."""
     only(config, MODEL_FIELDS, "model")
     name = text(config, "model.name", "a name")
-    if get(config, "model", "a model").get("ssm") is None:
-        known = ", ".join(models_with_geometry())
-        raise ConfigError(f"model={name} has no published layer geometry; accepted: {known}")
+    known = models_with_geometry()
+    if "ssm" not in config["model"] and name not in known:
+        raise ConfigError(f"model={name} has no published layer geometry; accepted: {', '.join(known)}")
+    group = "the group of numbers heads, groups, head_dim, state_dim"
+    if not isinstance(get(config, "model.ssm", group), Mapping):
+        raise refuse("model.ssm", get(config, "model.ssm", group), group)
     only(config, SSM_FIELDS, "model.ssm")
     family = choice(config, "model.family", FAMILIES)
-    fields = {f: integer(config, f"model.ssm.{f}", 1) for f in ("heads", "groups", "head_dim", "state_dim")}
+    fields = {f: integer(config, f"model.ssm.{f}", 1, 65536) for f in ("heads", "groups", "head_dim", "state_dim")}
     heads, groups = fields["heads"], fields["groups"]
     if heads % groups:
         accepted = f"a multiple of model.ssm.groups={groups}"
@@ -155,7 +169,7 @@ def model_from_config(config: Mapping[str, Any]) -> tuple[str, Geometry]:
 
 def models_with_geometry() -> list[str]:
     """Names of the model files that hold a layer geometry."""
-    return [f.stem for f in sorted(MODELS.glob("*.yaml")) if "\nssm:" in f.read_text(encoding="utf-8")]
+    return [f.stem for f in sorted(MODELS.glob("*.yaml")) if b"\nssm:" in f.read_bytes()]
 
 
 def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -178,7 +192,7 @@ def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def known_arms() -> tuple[str, ...]:
-    """Every arm that has a file, as ``stored/torch``."""
+    """Every arm that has a file of lower-case letters, digits and underscores, as ``stored/torch``."""
     return _arms_in(ARMS)
 
 
@@ -190,17 +204,47 @@ def state_formats(arm: str) -> tuple[str, ...]:
 
 @functools.cache  # a sweep asks once a case
 def _arms_in(folder: Path) -> tuple[str, ...]:
-    stems = sorted(f.stem.partition("_") for f in folder.glob("*.py") if not f.stem.startswith("_"))
-    return tuple(f"{kind}/{backend.replace('_', '-')}" for kind, _, backend in stems if backend)
+    named = re.compile(r"[a-z0-9]+_[a-z0-9_]+")
+    stems = sorted(f.stem.partition("_") for f in folder.glob("*.py") if named.fullmatch(f.stem))
+    return tuple(f"{kind}/{backend.replace('_', '-')}" for kind, _, backend in stems)
 
 
 @functools.cache
 def _state_formats_in(file: Path) -> tuple[str, ...]:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(t, ast.Name) and t.id == "STATE_FORMATS" for t in targets):
-            return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    try:
+        for node in ast.parse(file.read_bytes()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(t, ast.Name) and t.id == "STATE_FORMATS" for t in targets):
+                return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    except (SyntaxError, ValueError, TypeError) as error:  # ValueError, TypeError: STATE_FORMATS is no literal tuple
+        raise ConfigError(
+            f"the arm of {file} cannot be read: {error}; accepted: Python, with STATE_FORMATS a tuple of names"
+        ) from None
     return ("fp32",)
+
+
+def _refuse_unwritable(records: str) -> None:
+    """Refuse a folder that cannot be written, or made; nothing is left behind, since other options may yet be wrong."""
+    accepted = "a folder that can be written, or a path where one can be made"
+    folder = Path(records).absolute()
+    try:
+        while not _exists(folder):
+            folder = folder.parent
+        if not folder.is_dir():
+            raise refuse("records", records, accepted, f"cannot be used: {folder} is not a folder")
+        tempfile.TemporaryFile(dir=folder).close()  # unlike the permission bits, this tells the truth to root too
+    except OSError as error:
+        why = f"cannot be used: {folder} cannot be written ({error.strerror})"
+        raise refuse("records", records, accepted, why) from None
+
+
+def _exists(path: Path) -> bool:
+    """Like ``Path.exists``, but true for a link to nowhere, where no folder can be made; raises ``OSError``."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def cores() -> int:
@@ -226,11 +270,11 @@ def _timing(config: Mapping[str, Any]) -> Timing:
     only(config, [f.name for f in dataclasses.fields(Timing)], "timing")
     return Timing(
         name=text(config, "timing.name", "a name"),
-        rounds=integer(config, "timing.rounds", 1),
-        cycles_per_sample=integer(config, "timing.cycles_per_sample", 1),
-        cold_factor=number(config, "timing.cold_factor", 5, equal=True, why="less leaves the state in the cache"),
+        rounds=integer(config, "timing.rounds", 1, 10_000),
+        cycles_per_sample=integer(config, "timing.cycles_per_sample", 1, 1000),
+        cold_factor=number(config, "timing.cold_factor", 5, 100, equal=True, why="less leaves the state in the cache"),
         warmup_limit_s=number(config, "timing.warmup_limit_s", 0, 30),
         warmup_tolerance=number(config, "timing.warmup_tolerance", 0, 1),
-        replicates=integer(config, "timing.replicates", 1),
-        timeout_s=number(config, "timing.timeout_s", 0),
+        replicates=integer(config, "timing.replicates", 1, 1000),
+        timeout_s=number(config, "timing.timeout_s", 0, 86400),
     )

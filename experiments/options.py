@@ -18,12 +18,21 @@ class ConfigError(ValueError):
 
 def shown(value: object) -> str:
     """``value`` as it would be written on the command line, on one line."""
-    if isinstance(value, str) and value.isprintable() and value.strip():
+    if isinstance(value, str) and value.isprintable() and value.strip() and not _looks_like_another_type(value):
         return value
     try:
         return json.dumps(value)
     except TypeError:
         return repr(value)
+
+
+def _looks_like_another_type(value: str) -> bool:
+    """Whether the text, without quotes, would be read as a number, ``true``, ``null`` or a list."""
+    try:
+        json.loads(value)
+    except ValueError:
+        return False
+    return True
 
 
 def refuse(option: str, value: object, accepted: str, why: str = "is impossible") -> ConfigError:
@@ -62,6 +71,7 @@ def integer(config: Mapping[str, Any], option: str, low: int, high: int | None =
     accepted = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     accepted += f" ({why})" if why else ""
     value = get(config, option, accepted)
+    _refuse_text(option, value, accepted)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise refuse(option, value, accepted)
     return value
@@ -75,11 +85,17 @@ def number(
     accepted += "" if high is None else f" and at most {high:g}"
     accepted += f" ({why})" if why else ""
     value = get(config, option, accepted)
+    _refuse_text(option, value, accepted)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise refuse(option, value, accepted)
     if value < above or (value == above and not equal) or (high is not None and value > high):
         raise refuse(option, value, accepted)
     return float(value)
+
+
+def _refuse_text(option: str, value: object, accepted: str) -> None:
+    if isinstance(value, str):
+        raise refuse(option, value, accepted, "is text")
 
 
 def choice(config: Mapping[str, Any], option: str, accepted: Collection[str]) -> str:

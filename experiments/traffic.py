@@ -16,8 +16,8 @@ import dataclasses
 from typing import Any
 
 from experiments.app import run
-from experiments.case import INPUT_FORMATS, interval_length_from_config, model_from_config
-from experiments.options import ConfigError, choice, flag, get, integer, number, only
+from experiments.case import INPUT_FORMATS, batch_size_from_config, interval_length_from_config, model_from_config
+from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse
 from replayssm import traffic
 from replayssm.geometry import Geometry
 from replayssm.layout import FORMATS, Ring
@@ -70,16 +70,19 @@ def question_from_config(config: dict[str, Any]) -> Question:
     only(config, ["state", "inputs"], "precision")
     only(config, ["d", "key_norm", "raw"], "ring")
     model, geometry = model_from_config(config)
-    window = integer(config, "window", 1) if get(config, "window", "null or at least 1") is not None else None
+    window = integer(config, "window", 1, 64) if get(config, "window", "null or 1 to 64") is not None else None
     given = get(config, "accepted", "null or a number")
     if window is None and given is not None:
         raise ConfigError(f"accepted={given} needs a window; accepted: null, or window=T with T of at least {given}")
     if window is not None and given is None:
         raise ConfigError(f"accepted=null with window={window}; accepted: tokens accepted a step, 1 to {window}")
+    read, in_place = _bandwidth(config, "bandwidth_gb_s"), _bandwidth(config, "read_modify_write_gb_s")
+    if read is None and in_place is not None:
+        raise refuse("read_modify_write_gb_s", in_place, "bandwidth_gb_s=... with it", "needs bandwidth_gb_s too")
     return Question(
         model=model,
         geometry=geometry,
-        batch_size=integer(config, "batch_size", 1),
+        batch_size=batch_size_from_config(config),
         interval_length=interval_length_from_config(config),
         state=choice(config, "precision.state", list(FORMATS)),
         read_copy=choice(config, "read_copy", list(FORMATS)) if config.get("read_copy") is not None else None,
@@ -91,13 +94,15 @@ def question_from_config(config: dict[str, Any]) -> Question:
         ),
         window=window,
         accepted=1 if window is None else number(config, "accepted", 1, window, equal=True),
-        bandwidth_gb_s=_bandwidth(config, "bandwidth_gb_s"),
-        read_modify_write_gb_s=_bandwidth(config, "read_modify_write_gb_s"),
+        bandwidth_gb_s=read,
+        read_modify_write_gb_s=in_place,
     )
 
 
 def _bandwidth(config: dict[str, Any], option: str) -> float | None:
-    return number(config, option, 0, why="GB/s") if get(config, option, "null or a number") is not None else None
+    if get(config, option, "null or a number") is None:
+        return None
+    return number(config, option, 1e-3, 1e7, equal=True, why="GB/s")
 
 
 def main(config: dict[str, Any]) -> None:

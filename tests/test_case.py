@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import experiments.case as case_module
-from experiments.case import arms_from_config, case_from_config, case_hash
+from experiments.case import arms_from_config, case_from_config, case_hash, known_arms
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
 
@@ -94,7 +94,11 @@ def test_all_cores_are_resolved() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 0}, ["batch_size=0", "at least 1"]),
+        ({"batch_size": 0}, ["batch_size=0", "from 1 to 1000000"]),
+        ({"batch_size": 1_000_001}, ["batch_size=1000001", "from 1 to 1000000"]),
+        ({"batch_size": "8"}, ['batch_size="8" is text', "integer"]),
+        ({"timing.timeout_s": "8"}, ['timing.timeout_s="8" is text', "a number"]),
+        ({"dry_run": "true"}, ['dry_run="true"', "true, false"]),
         ({"batch_size": True}, ["batch_size=true", "integer"]),
         ({"batch_size": 2.0}, ["batch_size=2.0", "integer"]),
         ({"batch_size": "two\nlines"}, ['batch_size="two\\nlines"', "integer"]),
@@ -117,9 +121,19 @@ def test_all_cores_are_resolved() -> None:
         ({"seed": -1}, ["seed=-1", "from 0"]),
         ({"dry_run": "yes"}, ["dry_run=yes", "true, false"]),
         ({"records": " "}, ['records=" "', "a folder"]),
+        ({"records": __file__}, ["test_case.py is not a folder", "a folder that can be written"]),
+        ({"records": f"{__file__}/a/b"}, ["test_case.py is not a folder", "can be made"]),
+        ({"records": "/proc/nowhere/at/all"}, ["records=/proc/nowhere/at/all", "/proc cannot be written"]),
+        ({"records": "/proc/nowhere", "dry_run": True}, ["records=/proc/nowhere", "/proc cannot be written"]),
+        ({"records": "a" * 300}, ["records=aaa", "File name too long"]),
         ({"experiment": "decode"}, ["experiment=decode", "kernel"]),
         ({"tracker.name": "wandb"}, ["tracker.name=wandb", "none"]),
-        ({"timing.rounds": 0}, ["timing.rounds=0", "at least 1"]),
+        ({"timing.rounds": 0}, ["timing.rounds=0", "from 1 to 10000"]),
+        ({"timing.rounds": 10_001}, ["timing.rounds=10001", "from 1 to 10000"]),
+        ({"timing.cycles_per_sample": 1001}, ["timing.cycles_per_sample=1001", "from 1 to 1000"]),
+        ({"timing.replicates": 1001}, ["timing.replicates=1001", "from 1 to 1000"]),
+        ({"timing.cold_factor": 101}, ["timing.cold_factor=101", "at most 100"]),
+        ({"timing.timeout_s": 86401}, ["timing.timeout_s=86401", "at most 86400"]),
         ({"timing.cold_factor": 4.9}, ["timing.cold_factor=4.9", "at least 5"]),
         ({"timing.cold_factor": float("inf")}, ["timing.cold_factor=Infinity", "at least 5"]),
         ({"timing.warmup_limit_s": 31}, ["timing.warmup_limit_s=31", "at most 30"]),
@@ -129,7 +143,9 @@ def test_all_cores_are_resolved() -> None:
         ({"batch_sise": 1}, ["batch_sise=1", "batch_size"]),
         ({"model.ssm": ABSENT}, ["model=small has no published layer geometry", "nemotron_3_nano_4b"]),
         ({"model.ssm.heads": 7}, ["model.ssm.heads=7", "model.ssm.groups=4", "a multiple"]),
-        ({"model.ssm.heads": 0}, ["model.ssm.heads=0", "at least 1"]),
+        ({"model.ssm.heads": 0}, ["model.ssm.heads=0", "from 1 to 65536"]),
+        ({"model.ssm.head_dim": 65_537}, ["model.ssm.head_dim=65537", "from 1 to 65536"]),
+        ({"model.ssm": None}, ["model.ssm=null", "the group of numbers heads, groups, head_dim, state_dim"]),
         ({"model.ssm.widht": 1}, ["model.ssm.widht=1", "head_dim"]),
         ({"model.ssm.state_dim": ABSENT}, ["model.ssm.state_dim is missing", "integer"]),
         ({"model.family": "kda"}, ["model.ssm.groups=4", "accepted: 8"]),
@@ -146,6 +162,36 @@ def test_refusals_name_option_value_and_accepted(options: dict[str, Any], said: 
     assert "\n" not in line
     assert all(words in line for words in said), line
     assert "accepted: " in line
+
+
+def test_a_refused_folder_of_records_is_not_made(tmp_path: Path) -> None:
+    records = tmp_path / "a" / "b"
+    case_from_config(changed({"records": str(records)}))
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="link is not a folder"):
+        case_from_config(changed({"records": str(tmp_path / "link")}))
+    assert [f.name for f in tmp_path.iterdir()] == ["link"]
+
+
+def test_a_dry_run_does_without_the_default_folder_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").touch()
+    monkeypatch.chdir(tmp_path)
+    case_from_config(changed({"dry_run": True}))
+    with pytest.raises(ConfigError, match="results is not a folder"):
+        case_from_config(CONFIG)
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "a\0b", "STATE_FORMATS = formats()\n", "STATE_FORMATS = 3\n"])
+def test_an_arm_that_cannot_be_read_is_named(text: str) -> None:
+    (case_module.ARMS / "stored_broken.py").write_text(text)
+    with pytest.raises(ConfigError, match=r"^[^\n]*stored_broken\.py cannot be read: [^\n]*; accepted: Python[^\n]*$"):
+        case_from_config(changed({"arms": ["stored/broken"]}))
+
+
+def test_only_plain_file_names_are_arms() -> None:
+    for name in ("stored_Fast", "stored_a-b", "stored_a b", "stored_é", "Stored_a", "stored", "stored_"):
+        (case_module.ARMS / f"{name}.py").touch()
+    assert known_arms() == ("replay/half", "replay/very-fast", "stored/slow")
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> list[str]:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from experiments import traffic
 from experiments.app import CONFIGS, to_plain
-from experiments.case import case_from_config, model_from_config, models_with_geometry
+from experiments.case import DEFAULT_RECORDS, case_from_config, model_from_config, models_with_geometry
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
 
@@ -51,6 +51,10 @@ def compose(primary: str, *overrides: str) -> dict[str, Any]:
 def test_every_named_model_has_a_file() -> None:
     assert sorted(MODELS) == sorted([*GEOMETRIES, *WITHOUT_GEOMETRY])
     assert models_with_geometry() == sorted(GEOMETRIES)
+
+
+def test_the_default_folder_of_records_is_known_as_such() -> None:
+    assert compose("kernel")["records"] == DEFAULT_RECORDS
 
 
 @pytest.mark.parametrize("model", GEOMETRIES)
