@@ -5,8 +5,8 @@
 
 Everything that a person can get wrong is found before the first job runs: the command line is parsed and every job of
 it, of a whole sweep too, is composed and checked here, and only then Hydra is let loose. A refusal is one line on
-stderr and exit code 2, Ctrl-C one line and exit code 130. An exception out of the task is a bug of ours and keeps its
-traceback.
+stderr and exit code 2, Ctrl-C one line and exit code 130, a reader of stdout that leaves (``| head -1``) no line and
+exit code 141. An exception out of the task is a bug of ours and keeps its traceback.
 
 Caveats. Nothing heavy may be imported before ``run`` has called the task: ``task`` imports what it needs itself. A
 launcher that runs jobs in other processes (Slurm, Ray) returns no exit codes; look at the records then.
@@ -14,16 +14,20 @@ launcher that runs jobs in other processes (Slurm, Ray) returns no exit codes; l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import re
+import select
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser  # the parser of hydra.main, which has no public name
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -41,10 +45,11 @@ from omegaconf.errors import (
 
 from experiments.case import case_from_config
 from experiments.help_page import help_page, primary_configs
-from experiments.options import ConfigError, shown
+from experiments.options import ConfigError, refuse, shown
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
+NOBODY_READS = 141  # what a shell reports for a process that SIGPIPE ended
 NEVER_SWEPT = ("arms",)  # arms of one case are timed together; apart, their times could not be compared
 
 Config = dict[str, Any]
@@ -53,11 +58,17 @@ Task = Callable[[Config], int | None]
 
 def run(config_name: str, task: Task, check: Callable[[Config], object] = case_from_config) -> NoReturn:
     """Run ``task`` on every job of the command line and exit: 0, the first nonzero value that it returned, 2 after a
-    refusal, 130 after Ctrl-C. ``check`` raises ``ConfigError`` on a config that cannot be run, which no task gets.
+    refusal, 130 after Ctrl-C, 141 if nobody reads the output. ``check`` raises ``ConfigError`` on a config that cannot
+    be run, which no task gets.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting by itself
     try:
         code = _run(config_name, task, check)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        code = NOBODY_READS
     except ConfigError as error:
         print(error, file=sys.stderr)
         code = 2
@@ -65,6 +76,16 @@ def run(config_name: str, task: Task, check: Callable[[Config], object] = case_f
         print("interrupted; what is recorded stays, and the same command goes on from there", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of stdout has left; then what is still to be written goes nowhere, without an error."""
+    reader = select.poll()
+    reader.register(sys.stdout.fileno(), 0)
+    if not reader.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int:
@@ -81,6 +102,7 @@ def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int
             if not args.cfg:
                 check(config)
 
+    typed = sys.argv
     codes: list[int] = []
     in_task = False
 
@@ -88,6 +110,7 @@ def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int
     def job(cfg: DictConfig) -> None:
         nonlocal in_task
         config = to_plain(cfg)
+        sys.argv = typed  # what a record quotes
         try:
             check(config)
             in_task = True
@@ -95,15 +118,36 @@ def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int
         except ConfigError as error:
             print(error, file=sys.stderr)
             codes.append(2)
+        except BrokenPipeError:
+            if not _nobody_reads():
+                raise
+            sys.exit(NOBODY_READS)
         in_task = False
 
     try:
-        hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base=VERSION_BASE)(job)()
+        with _arguments_of_hydra(args):
+            hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base=VERSION_BASE)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         if in_task:
             raise
         raise ConfigError(describe(error, [])) from None
     return next((code for code in codes if code), 0)
+
+
+@contextlib.contextmanager
+def _arguments_of_hydra(args: Any) -> Iterator[None]:
+    """``sys.argv`` with a temporary folder for the file that Hydra writes about a sweep; it is gone afterwards."""
+    typed = sys.argv
+    if not (args.multirun or any(o.startswith("hydra.mode=") for o in args.overrides)):
+        yield
+        return
+    at = typed.index(args.overrides[0]) if args.overrides else len(typed)  # before one of the user's own, which wins
+    with tempfile.TemporaryDirectory(prefix="replayssm-") as folder:
+        sys.argv = [*typed[:at], f"hydra.sweep.dir={folder}", *typed[at:]]
+        try:
+            yield
+        finally:
+            sys.argv = typed
 
 
 def to_plain(cfg: DictConfig) -> Config:
@@ -131,7 +175,7 @@ def _published(model: str) -> Mapping[str, Any] | None:
     if not re.fullmatch(r"\w+", model) or not file.exists():
         return None
     data: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return {"family": data["family"], **data.get("ssm", {})}
+    return {"family": data.get("family"), **data.get("ssm", {})}
 
 
 def _arguments() -> Any:
@@ -159,13 +203,14 @@ def _arguments() -> Any:
 
 def _jobs(args: Any, config_name: str) -> Iterator[Config]:
     """The plain config of every job, in some order; refuses what cannot be composed."""
-    searched = [f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]"] if args.config_dir else []
+    folders = [CONFIGS, *([Path(args.config_dir).resolve()] if args.config_dir else [])]
+    searched = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
     overrides: list[Override] = []
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base=VERSION_BASE, job_name=config_name):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())
             overrides = parser.parse_overrides(args.overrides)
-            _refuse_choices(overrides, parser)
+            _refuse_choices(overrides, parser, folders)
             first = hydra.compose(config_name, searched + _first(overrides), return_hydra_config=True)
             multirun = args.multirun or first.hydra.mode == RunMode.MULTIRUN
             if multirun and first.hydra.sweeper.get("params"):
@@ -173,8 +218,10 @@ def _jobs(args: Any, config_name: str) -> Iterator[Config]:
                 overrides = parser.parse_overrides(params) + overrides
             _refuse_sweeps(overrides, multirun)
             yield from _product(config_name, searched, overrides, parser)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(_unreadable(error, folders)) from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(describe(error, overrides)) from None
+        raise ConfigError(describe(error, overrides, folders)) from None
 
 
 def _first(overrides: Sequence[Override]) -> list[str]:
@@ -207,16 +254,56 @@ def _refuse_sweeps(overrides: Sequence[Override], multirun: bool) -> None:
             )
 
 
-def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser) -> None:
-    """Hydra answers a choice that is no word with a traceback."""
+def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser, folders: Sequence[Path]) -> None:
+    """Hydra answers a choice that is no word with a traceback, and takes one with a slash for another group."""
     for override in overrides:
         group = CONFIGS / override.key_or_group
         if override.is_delete() or not group.is_dir():
             continue
         for text in _values(override) if override.is_sweep_override() else [override.get_value_element_as_str()]:
-            if not isinstance(parser.parse_override(f"{override.key_or_group}={text}").value(), str):
-                known = ", ".join(sorted(f.stem for f in group.glob("*.yaml")))
-                raise ConfigError(f"{override.key_or_group}={text} is unknown; accepted: one of {known}")
+            value = parser.parse_override(f"{override.key_or_group}={text}").value()
+            if not isinstance(value, str) or "/" in value:
+                raise ConfigError(_unknown_choice(override.key_or_group, text, folders))
+
+
+def _unknown_choice(group: str, written: str, folders: Sequence[Path]) -> str:
+    known = sorted({f.stem for folder in folders for f in (folder / group).glob("*.yaml")})
+    return f"{group}={written} is unknown; accepted: one of {', '.join(known)}"
+
+
+def _unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path]) -> str:
+    """The line for a config file that is no YAML; PyYAML names the file, a decoder does not."""
+    mark = getattr(error, "problem_mark", None)
+    name = mark.name if mark else getattr(error, "name", None)
+    if isinstance(error, UnicodeDecodeError):
+        name = next((f for folder in folders for f in folder.rglob("*.yaml") if f.read_bytes() == error.object), None)
+    line = f", line {mark.line + 1}," if mark else ""
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    return f"{name or 'a config file'}{line} cannot be read: {problem}; accepted: YAML, as in configs/"
+
+
+def _refuse_name(cfg: DictConfig) -> None:
+    """A model goes by the name of its file, so that two of them never share one; a name that is typed is a new one."""
+    chosen = cfg.hydra.runtime.choices.get("model")
+    sources = dict.fromkeys(Path(s.path) for s in cfg.hydra.runtime.config_sources if s.schema == "file")
+    files = [f for f in (path / "model" / f"{chosen}.yaml" for path in sources) if f.exists()]
+    if len(files) > 1:
+        raise ConfigError(
+            f"model={chosen} is both {files[0]} and {files[1]}; accepted: a name of its own for each file"
+        )
+    if not files:
+        return
+    data = OmegaConf.to_container(OmegaConf.load(files[0]))
+    inside = data.get("name") if isinstance(data, dict) else None
+    if inside != chosen:
+        raise ConfigError(f"model={chosen}: {files[0]} has name: {shown(inside)}; accepted: name: {chosen}")
+    name = OmegaConf.select(cfg, "model.name")
+    if not isinstance(name, str) or name == chosen:
+        return
+    if not re.fullmatch(r"[a-z0-9_+=.-]+", name):
+        raise refuse("model.name", name, "lower-case letters, digits and _ + = . -")
+    if (CONFIGS / "model" / f"{name.partition('+')[0]}.yaml").exists():
+        raise refuse("model.name", name, f"a new name, or none for {chosen}", "is the name of a published model")
 
 
 def _product(
@@ -235,7 +322,9 @@ def _product(
     fixed = [str(o.input_line) for o in last.values() if not o.is_sweep_override()]
     for chosen in itertools.product(*(_values(o) for o in groups)):
         lines = [f"{o.get_key_element()}={value}" for o, value in zip(groups, chosen, strict=True)]
-        composed = to_plain(hydra.compose(config_name, searched + fixed + lines + _first(plain)))
+        cfg = hydra.compose(config_name, searched + fixed + lines + _first(plain), return_hydra_config=True)
+        _refuse_name(cfg)
+        composed = to_plain(cfg)
         for values in itertools.product(*loose):
             config = composed
             for override, value in zip(plain, values, strict=True):
@@ -256,12 +345,15 @@ def _put(config: Config, path: list[str], value: object) -> Config:
     return {**config, path[0]: _put(config[path[0]], path[1:], value)}
 
 
-def describe(error: Exception, overrides: Sequence[Override]) -> str:
+def describe(error: Exception, overrides: Sequence[Override], folders: Sequence[Path] = (CONFIGS,)) -> str:
     """One line for an error of Hydra or OmegaConf: the option, its value and what is accepted."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     written = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
     if isinstance(error, OverrideParseException):
+        group, _, text = str(error.override).partition("=")
+        if group and (CONFIGS / group).is_dir():
+            return _unknown_choice(group, shown(text), folders)
         return f"{shown(error.override)} cannot be parsed; accepted: option=value, option=[a,b], or option=a,b with -m"
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file).rpartition("/")

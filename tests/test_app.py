@@ -73,7 +73,7 @@ class Done:
         self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
         seen = json.loads((folder.parent / "seen.json").read_text())
         self.checked, self.run, self.heavy = seen["checked"], seen["run"], seen["heavy"]
-        self.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+        self.files = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def folder(tmp_path: Path) -> Path:
 
 MODELS = "kimi_k3, kimi_linear_48b"
 BAD = {
-    "batch_size=0": ["batch_size=0", "an integer of at least 1"],
+    "batch_size=0": ["batch_size=0", "an integer from 1 to 1000000"],
     "interval_length=0": ["interval_length=0", "from 1 to 64"],
     "model=unheard_of": ["model=unheard_of", MODELS],
     "model=glm_5_3_flash": ["model=glm_5_3_flash has no published layer geometry", "kimi_k3"],
@@ -99,18 +99,29 @@ BAD = {
     "records=???": ["records is missing", "records=VALUE"],
     "batch_size==1": ["batch_size==1", "option=value"],
     "--nope": ["--nope", "--help"],
-    "-m batch_size=1,8,0": ["batch_size=0", "an integer of at least 1"],
+    "-m batch_size=1,8,0": ["batch_size=0", "an integer from 1 to 1000000"],
     "-m batch_size=1 model=qwen3_5_4b,nope": ["model=nope", MODELS],
     "--cfg job model=nope": ["model=nope", MODELS],
+    "dry_run=true records=../probe.py": ["records=../probe.py", "probe.py is not a folder", "can be written"],
 }
 BAD_TOO = {
-    "batch_size=abc": ["batch_size=abc", "an integer of at least 1"],
-    "batch_size=": ['batch_size=""', "an integer of at least 1"],
+    "batch_size=abc": ["batch_size=abc is text", "an integer from 1"],
+    'batch_size="8"': ['batch_size="8" is text', "an integer from 1"],
+    "batch_size=": ['batch_size=""', "an integer from 1"],
     "model=null": ["model=null", MODELS],
     "model=[kimi_k3,nope]": ["model=[kimi_k3,nope]", MODELS],
     "model@other=kimi_k3": ["model@other=kimi_k3", "--help"],
     "model.ssm.hedas=3": ["model.ssm.hedas=3", "head_dim"],
-    "model.ssm=3": ["model.ssm=3", "group of options"],
+    "model.ssm=3": ["model.ssm=3", "the group of numbers heads, groups"],
+    "model.ssm=null": ["model.ssm=null", "the group of numbers heads, groups"],
+    "~model.ssm": ["model.ssm is missing", "the group of numbers heads, groups"],
+    "model=../kernel": ["model=../kernel", MODELS],
+    "model=/etc/passwd": ["model=/etc/passwd", MODELS],
+    "model=модель": ["model=модель", MODELS],
+    "model.name=qwen3_5_4b": ["model.name=qwen3_5_4b is the name of a published model", "a new name"],
+    "model.name='qwen3_5_4b+heads=48'": ["model.name=qwen3_5_4b+heads=48", "published model", "a new name"],
+    "model.name=Mine": ["model.name=Mine", "lower-case letters"],
+    "-m model.name=mine,a/b": ["model.name=a/b", "lower-case letters"],
     "timing.rounds.x=3": ["timing.rounds.x=3", "--help"],
     "precision=fp64": ["precision=fp64", "fp32_bf16, fp32_fp32"],
     "timing=nope": ["timing=nope", "smoke"],
@@ -123,7 +134,7 @@ BAD_TOO = {
     "batch_size=1,8": ["batch_size=1,8", "-m to sweep"],
     "batch_size=${nope}": ["batch_size=${nope}", "nope", "a value"],
     "hydra.mode=nope": ["hydra.mode=nope", "RUN, MULTIRUN"],
-    "hydra.mode=MULTIRUN batch_size=1,0": ["batch_size=0", "an integer of at least 1"],
+    "hydra.mode=MULTIRUN batch_size=1,0": ["batch_size=0", "an integer from 1"],
     "hydra.nope=1": ["hydra.nope=1", "sweeper"],
     "--config-name=nope": ["--config-name=nope", "traffic"],
     "--config-name=nope --help": ["--config-name=nope", "traffic"],
@@ -142,10 +153,14 @@ BAD_TOO = {
 BAD_TRAFFIC = {
     "window=4": ["accepted=null", "1 to 4"],
     "accepted=2": ["accepted=2", "window"],
-    "window=0 accepted=1": ["window=0", "at least 1"],
+    "window=0 accepted=1": ["window=0", "from 1 to 64"],
+    "window=65 accepted=1": ["window=65", "from 1 to 64"],
     "window=4 accepted=5": ["accepted=5", "at most 4"],
     "read_copy=fp7": ["read_copy=fp7", "nvfp4"],
-    "bandwidth_gb_s=0": ["bandwidth_gb_s=0", "above 0"],
+    "bandwidth_gb_s=1e-4": ["bandwidth_gb_s=0.0001", "at least 0.001 and at most 1e+07"],
+    "bandwidth_gb_s=1 read_modify_write_gb_s=1e8": ["read_modify_write_gb_s=100000000.0", "at most 1e+07"],
+    "read_modify_write_gb_s=5": ["read_modify_write_gb_s=5.0 needs bandwidth_gb_s", "bandwidth_gb_s=..."],
+    "batch_size=1000001": ["batch_size=1000001", "from 1 to 1000000"],
     "arms=[stored/cpu]": ["arms=[stored/cpu]", "batch_size"],
     "ring.d=nvfp4": ["ring.d=nvfp4", "bf16"],
 }
@@ -177,6 +192,18 @@ def test_more_wrong_requests(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The same in this process, which is quicker."""
+    said = (BAD_TOO | BAD_TRAFFIC)[arguments]
+    assert_refused(config, arguments, said, folder, monkeypatch, capsys)
+
+
+def assert_refused(
+    config: str,
+    arguments: str,
+    said: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["experiment", *arguments.split()])
@@ -187,7 +214,74 @@ def test_more_wrong_requests(
     assert leaving.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert_one_line(err, (BAD_TOO | BAD_TRAFFIC)[arguments])
+    assert_one_line(err, said)
+
+
+SSM = "family: gdn\nssm: {heads: 4, groups: 2, head_dim: 8, state_dim: 16}\n"
+BAD_FILES = {
+    "no yaml": (f"name: mine\n{SSM}moe: {{top_k: 4\n".encode(), ["model/mine.yaml, line 5", "YAML"]),
+    "twice": (f"name: mine\nname: mine\n{SSM}".encode(), ["model/mine.yaml, line 2", "duplicate key name", "YAML"]),
+    "control character": (b"name: mine\x01\n", ["model/mine.yaml", "#x0001", "YAML"]),
+    "no text": (b"\xff\xfe\x00", ["model/mine.yaml", "0xff", "YAML"]),
+    "a list": (b"- name: mine\n", ["model=mine", "model/mine.yaml has name: null", "name: mine"]),
+    "other name": (f"name: kimi_k3\n{SSM}".encode(), ["model/mine.yaml has name: kimi_k3", "accepted: name: mine"]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_wrong_model_file_is_named(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, said = BAD_FILES[kind]
+    (folder.parent / "own/model").mkdir(parents=True)
+    (folder.parent / "own/model/mine.yaml").write_bytes(content)
+    arguments = f"--config-dir={folder.parent / 'own'} model=mine"
+    assert_refused("kernel", arguments, said, folder, monkeypatch, capsys)
+
+
+def test_a_model_file_does_not_share_its_name_with_a_published_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.parent / "own/model").mkdir(parents=True)
+    (folder.parent / "own/model/kimi_k3.yaml").write_text(f"name: kimi_k3\n{SSM}")
+    arguments = f"--config-dir={folder.parent / 'own'} model=kimi_k3"
+    said = ["model=kimi_k3 is both", "own/model/kimi_k3.yaml", "a name of its own"]
+    assert_refused("kernel", arguments, said, folder, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "arguments"),
+    [
+        ("traffic", "model=kimi_k3"),
+        ("kernel", "--help"),
+        ("kernel", "--cfg job"),
+        ("kernel", "dry_run=true"),
+        ("kernel", "-m dry_run=true batch_size=1,8"),
+    ],
+)
+def test_what_measures_nothing_needs_no_folder_that_can_be_written(
+    folder: Path, experiment: str, arguments: str
+) -> None:
+    """A file where results/ would be stops root too, for whom no folder is read-only."""
+    (folder / "results").touch()
+    command = [sys.executable, "-m", f"experiments.{experiment}", *arguments.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder.parent / "arms")}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    assert [f.name for f in folder.iterdir()] == ["results"]
+    assert not [f for f in (folder.parent / "arms").iterdir() if f.suffix != ".py"]
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--cfg job", "dry_run=true", "-m dry_run=true batch_size=1,8"])
+def test_a_reader_that_leaves_is_no_error(folder: Path, arguments: str) -> None:
+    command = [sys.executable, "-m", "experiments.kernel", *arguments.split()]
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_the_probe_notices_heavy_imports(folder: Path) -> None:
@@ -209,7 +303,7 @@ def test_a_sweep_is_checked_whole_and_runs_as_it_was_checked(folder: Path) -> No
     assert done.checked == done.run * 2  # all before the first job, then each once more in its job
     told = [(c["model"]["name"], c["batch_size"], c["timing"]["name"]) for c in done.run]
     assert told == [(m, b, t) for m in ("qwen3_5_4b", "kimi_k3") for b in (1, 8) for t in ("a b", "c")]
-    assert done.files == ["results/local/hydra/multirun.yaml"]
+    assert done.files == []
 
 
 def test_a_single_run_gets_plain_data_and_writes_nothing(folder: Path) -> None:
@@ -290,7 +384,7 @@ def test_the_experiments_themselves_refuse_before_anything_heavy_is_imported(fol
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
     imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     (refusal,) = [line for line in done.stderr.splitlines() if line not in imports]
-    assert (done.returncode, refusal) == (2, "batch_size=0 is impossible; accepted: an integer of at least 1")
+    assert (done.returncode, refusal) == (2, "batch_size=0 is impossible; accepted: an integer from 1 to 1000000")
     names = {line.rpartition("|")[2].strip() for line in imports}
     assert "hydra" in names
     assert not names & set(HEAVY)
