@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,12 +16,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from analysis import published, style
-from analysis.cells import strongest
+from analysis.cells import strongest, weaknesses
 
 NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
 PAPER_INTERVAL = 16
+WEAK = "no evidence: one process, few rounds or A/A noise"
+DODGE = 0.22
+"""Shift of staggered phases to the right, in doublings, so that their points do not hide aligned ones."""
 FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
 
 
@@ -44,9 +49,9 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
 
 def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup over the fastest stored arm by batch size, one panel a model and device, published curves beside it."""
-    length = _common(speedups, "interval_length", PAPER_INTERVAL)
-    ours = speedups[speedups["interval_length"] == length]
-    failed = failures[(failures["interval_length"] == length) & (failures["kind"] != "stored")]
+    failed = failures[failures["kind"] != "stored"]
+    lengths = _lengths(speedups, failed)
+    ours, failed = _at(speedups, lengths), _at(failed, lengths)
     facets = _facets(ours, failed) or [("", key) for key in _curve_models(paper)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
     legend = _legend(ours, looks, published_curves=True, failed=len(failed) > 0)
@@ -61,31 +66,34 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
             place = {"xycoords": ax.get_xaxis_transform()} | style.SMALL | {"ha": "left"}
             ax.annotate("batch 1\nnot run", (-0.3, 0.03), **place)
         style.doubling_axis(ax, sorted(batches), "batch size")
-        style.heading(ax, _title(model, paper), _subtitle(rows, device, f"L = {length}") or "published only")
+        style.heading(
+            ax, _title(model, paper), _subtitle(rows, device, _length_text(lengths, device, model)) or "published only"
+        )
     _finish_speedups(axes, values)
     return figure
 
 
 def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Achieved bandwidth of each arm beside what the roof allows it; of its flush phases the slower is shown."""
-    length = _common(roofs, "interval_length", PAPER_INTERVAL)
-    lost = failures[failures["interval_length"] == length].drop_duplicates(["device", "model", "batch_size", "arm"])
-    shown = roofs[roofs["interval_length"] == length].sort_values("share", kind="stable")
+    lengths = _lengths(roofs, failures)
+    lost = _at(failures, lengths).drop_duplicates(["device", "model", "batch_size", "arm"])
+    shown = _at(roofs, lengths).sort_values("share", kind="stable")
     shown = shown.drop_duplicates(["device", "model", "batch_size", "arm", "state", "inputs", "threads"])
     rows = pd.concat([shown, lost]).dropna(subset=["batch_size"])
     facets, looks = _facets(rows[rows["share"].notna()]), style.arm_look(list(rows["arm"]))
     arms = sorted(looks, key=lambda a: (a.split("/")[0], a))
     legend = [Line2D([], [], ls="", label=arm, **looks[arm]) for arm in arms]
     legend.append(Line2D([], [], ls="", marker="|", ms=10, mew=2, color=style.INK, label="roof of the arm"))
-    legend.append(Line2D([], [], ls="--", lw=1, color=style.MUTED, label="measured bandwidth"))
+    legend.append(Patch(color=style.MUTED, alpha=0.25, lw=0, label="measured bandwidths, lowest to highest"))
+    legend += _weak_legend(shown)
     if rows["share"].isna().any():
         legend.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
     heights = [max(1.6, 0.18 * n + 0.9) for n in _lines_by_row(rows, facets)]
     figure, axes = style.panels(_rows(facets), legend, heights)
     for ax, (device, model) in zip(axes, facets, strict=True):
         part = _of(rows, device, model)
-        _draw_bandwidths(ax, part, looks)
-        style.heading(ax, _title(model, paper), _subtitle(part, device, f"L = {length}"))
+        _draw_bandwidths(ax, part, looks, _rightmost(rows[rows["device"] == device]))
+        style.heading(ax, _title(model, paper), _subtitle(part, device, _length_text(lengths, device, model)))
     axes[0].set_ylabel("batch size")
     return figure
 
@@ -94,13 +102,15 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     """Speedup by interval length at the batch size with most lengths, with the curve that bytes alone would give."""
     facets, looks = _facets(speedups), style.arm_look(list(speedups["arm"]))
     failed = failures[failures["arm"].isin(list(looks))]
-    legend = _legend(speedups, looks, published_curves=False, failed=len(failed) > 0)
+    batches = {facet: _fullest(_of(speedups, *facet)) for facet in facets}
+    everywhere = zip(speedups["device"], speedups["model"], speedups["batch_size"], strict=True)
+    shown = speedups[[batches.get((device, model)) == batch for device, model, batch in everywhere]]
+    legend = _legend(shown, looks, published_curves=False, failed=len(failed) > 0)
     figure, axes = style.panels(_rows(facets), legend)
     values: list[float] = []
     for ax, (device, model) in zip(axes, facets, strict=True):
         rows, lost = _of(speedups, device, model), _of(failed, device, model)
-        counts = rows.groupby("batch_size")["interval_length"].nunique()
-        batch = max(counts.index, key=lambda b: (counts[b], b))
+        batch = batches[device, model]
         lost = lost[lost["batch_size"] == batch].dropna(subset=["interval_length"])
         rows = rows[rows["batch_size"] == batch]
         lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
@@ -134,8 +144,12 @@ def _draw_measured(
     for arm, _, line, part in style.series(rows) if len(rows) else []:
         gaps = set(lost.loc[lost["arm"] == arm, x].dropna()) - set(part[x])
         gap_rows = pd.DataFrame({x: sorted(gaps), "speedup": math.nan, "low": math.nan, "high": math.nan})
+        weak = [_weak(row) for row in part.itertuples()]
+        shift = DODGE if line == "--" and (rows["phase"] != "staggered").any() else 0.0
+        for row in part[weak].itertuples():
+            ax.plot(math.log2(getattr(row, x)) + shift, row.speedup, zorder=5, **style.hollow(**looks[arm]))
         part = (pd.concat([part[[x, "speedup", "low", "high"]], gap_rows]) if gaps else part).sort_values(x)
-        where = [math.log2(v) for v in part[x]]
+        where = [math.log2(v) + shift for v in part[x]]
         bars = [part["speedup"] - part["low"], part["high"] - part["speedup"]]
         ax.errorbar(where, part["speedup"], yerr=bars, ls=line, capsize=3, elinewidth=1.3, zorder=4, **looks[arm])
     allowed = rows.dropna(subset=["ideal_roof"]).groupby(x)["ideal_roof"].max()
@@ -190,8 +204,8 @@ def _draw_failures(ax: Axes, lost: pd.DataFrame, x: str, looks: dict[str, dict[s
         ax.annotate(row.status, spot, (6, 0), color=style.FAILED, **place)
 
 
-def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, str]]) -> None:
-    y, ticks, right = 0.0, [], float(max(part["roof_gb_per_s"].max(), part["read_gb_per_s"].max()))
+def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, str]], right: float) -> None:
+    y, ticks = 0.0, []
     for batch in sorted(part["batch_size"].unique()):
         rows = part[part["batch_size"] == batch].sort_values(["kind", "arm", "phase"])
         ticks.append((y - (len(rows) - 1) / 2, f"{batch}"))
@@ -206,15 +220,18 @@ def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, st
             ax.plot(row.roof_gb_per_s, y, ls="", marker="|", ms=9, mew=2, color=style.INK, zorder=3)
             bars = [[row.gb_per_s - low], [high - row.gb_per_s]]
             ax.errorbar(row.gb_per_s, y, xerr=bars, ls="", capsize=2.5, elinewidth=1.3, zorder=4, **looks[row.arm])
+            if _weak(row):
+                ax.plot(row.gb_per_s, y, zorder=5, **style.hollow(**looks[row.arm]))
             ax.text(1.04 * right, y, f"{100 * row.share:.0f} %", va="center", fontsize=7, color=style.INK)
             y -= 1
         y -= 0.8
-    rates = {label: part[f"{name}_gb_per_s"].mean() for name, label in (("read", "read"), ("rmw", "update"))}
-    for label, rate in rates.items():
-        if not pd.isna(rate):
-            ax.axvline(rate, ls="--", lw=1, color=style.MUTED, zorder=1)
-            side = "left" if rate == max(rates.values()) else "right"
-            ax.text(rate, y + 0.75, f" {label} ", va="bottom", **style.SMALL | {"ha": side})
+    for name, label in (("read", "reads"), ("rmw", "updates")):
+        rates = part[f"{name}_gb_per_s"].dropna()
+        if len(rates):  # every case measures its own, so that one line would stand for none of them
+            low, high = float(rates.min()), float(rates.max())
+            ax.axvspan(low, high, color=style.MUTED, alpha=0.16, lw=0, zorder=0)
+            ax.axvline(low, color=style.MUTED, alpha=0.3, lw=0.8, zorder=0)
+            ax.text((low + high) / 2, y + 0.62, label, va="bottom", **style.SMALL)
     ax.text(1.04 * right, 0.75, "of roof", va="bottom", **style.SMALL | {"ha": "left"})
     ax.set_yticks([t for t, _ in ticks], [label for _, label in ticks])
     ax.set_ylim(y + 0.6, 0.8)
@@ -236,7 +253,8 @@ def _finish_speedups(axes: list[Axes], values: list[float]) -> None:
 
 def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curves: bool, failed: bool) -> list[Line2D]:
     handles = []
-    for arm, rest, line, _ in style.series(ours) if len(ours) else []:
+    for arm, rest, line, part in style.series(ours) if len(ours) else []:
+        rest += " (shifted right)" if line == "--" and len(part) < len(ours[ours["arm"] == arm]) else ""
         handles.append(Line2D([], [], ls=line, label=f"{arm} {rest}".strip(), **looks[arm]))
     if len(ours):
         handles.append(
@@ -249,17 +267,52 @@ def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curv
         handles.append(Line2D([], [], label="paper, range over its four models", **wide))
     else:
         handles.append(Line2D([], [], label="traffic model (bytes alone)", **grey))
+    handles += _weak_legend(ours)
     if failed:
         handles.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
     return handles
 
 
-def _common(frame: pd.DataFrame, field: str, preferred: int) -> int:
-    """The preferred value if some row has it, else the most frequent one."""
-    values = frame[field].dropna()
-    if values.empty or (values == preferred).any():
-        return preferred
-    return int(values.mode().min())
+def _weak(row: Any) -> bool:
+    return bool(weaknesses(row.processes, row.rounds, row.aa_noise))
+
+
+def _weak_legend(rows: pd.DataFrame) -> list[Line2D]:
+    return [Line2D([], [], label=WEAK, **style.hollow(style.INK, "o"))] if any(map(_weak, rows.itertuples())) else []
+
+
+def _lengths(measured: pd.DataFrame, failed: pd.DataFrame) -> dict[tuple[str, str], int]:
+    """The interval length at which a panel shows its model: the paper's where it was run, else the most frequent."""
+    found = {}
+    for facet in _facets(measured, failed):
+        for frame in (measured, failed):
+            values = _of(frame, *facet)["interval_length"].dropna()
+            if len(values) and facet not in found:
+                found[facet] = PAPER_INTERVAL if (values == PAPER_INTERVAL).any() else int(values.mode().min())
+    return found
+
+
+def _at(frame: pd.DataFrame, lengths: dict[tuple[str, str], int]) -> pd.DataFrame:
+    pairs = zip(frame["device"], frame["model"], frame["interval_length"], strict=True)
+    chosen = [not pd.isna(length) and lengths.get((device, model)) == length for device, model, length in pairs]
+    return frame[np.array(chosen, dtype=bool)]
+
+
+def _length_text(lengths: dict[tuple[str, str], int], device: str, model: str) -> str:
+    length = lengths.get((device, model), PAPER_INTERVAL)
+    return f"L = {length}" if length == PAPER_INTERVAL else f"only L = {length} run"
+
+
+def _fullest(rows: pd.DataFrame) -> int:
+    """The batch size with most interval lengths, of those the largest."""
+    counts = rows.groupby("batch_size")["interval_length"].nunique()
+    return int(max(counts.index, key=lambda b: (counts[b], b)))
+
+
+def _rightmost(rows: pd.DataFrame) -> float:
+    """Largest bandwidth that the panels of one device show, so that they share a scale."""
+    bars = rows["gb_per_s"] * rows["high"] / rows["share"]
+    return float(pd.concat([bars, rows["roof_gb_per_s"], rows["read_gb_per_s"], rows["rmw_gb_per_s"]]).max())
 
 
 def _facets(*frames: pd.DataFrame) -> list[tuple[str, str]]:

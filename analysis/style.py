@@ -112,9 +112,14 @@ def series(frame: pd.DataFrame) -> list[tuple[str, str, str, pd.DataFrame]]:
     found = []
     for key in sorted(keys.unique()):
         arm, *rest = key.split("\x1f")
-        line = "--" if "staggered" in rest else "-"
+        line = "--" if (frame.loc[keys == key, "phase"] == "staggered").all() else "-"
         found.append((arm, ", ".join(rest), line, frame[keys == key]))
     return found
+
+
+def hollow(color: str, marker: str) -> dict[str, Any]:
+    """Look of a measured point that proves nothing."""
+    return {"ls": "", "marker": marker, "mfc": "white", "mec": color, "mew": 1.3, "color": color}
 
 
 def doubling_axis(ax: Axes, values: Sequence[float], label: str) -> None:

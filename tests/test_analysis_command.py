@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from records import ARMS, case, group, write
 
 import analysis.__main__ as command
-from analysis import figures, published, tables
+from analysis import figures, published, style, tables
 from analysis.__main__ import differences, main
 from analysis.load import load
 
@@ -327,6 +328,71 @@ def test_phases_of_one_arm_are_two_series(tmp_path):
     groups = [group(case(batch=b, phase=p), arms=ARMS) for b in (1, 64) for p in ("aligned", "staggered")]
     ax = axes_of(tmp_path, *groups)[0]
     assert len([c for c in ax.containers if c.has_yerr]) == 4
+
+
+def hollow(ax):
+    """Points drawn as no evidence: coloured edge, white face, no line."""
+    return [line for line in ax.lines if line.get_markerfacecolor() == "white" and line.get_linestyle() == "None"]
+
+
+def legend(axes):
+    return [text.get_text() for text in axes[0].figure.legends[0].get_texts()]
+
+
+def roofs_of(folder, *groups):
+    found = tables.build(load([write(folder, *groups)]))
+    return figures.bandwidth(
+        found["roofs"], found["failures"], published.read(ROOT / "results/paper/published.csv")
+    ).axes
+
+
+def test_points_of_one_process_are_hollow_and_the_legend_says_why(tmp_path):
+    of = case(batch=8)
+    groups = [*(group(replicate=r, seed=r) for r in range(2)), group(of)]
+    for name, draw, arms in (("speedups", axes_of, 2), ("roofs", roofs_of, 4)):
+        axes = draw(tmp_path / name, *groups)
+        assert len(hollow(axes[0])) == arms
+        assert figures.WEAK in legend(axes)
+        good = draw(tmp_path / f"good-{name}", *groups[:2])
+        assert hollow(good[0]) == []
+        assert figures.WEAK not in legend(good)
+
+
+def test_a_model_that_was_run_at_another_interval_length_only_is_drawn_and_says_so(tmp_path):
+    groups = [group(), group(case("qwen3_5_4b", length=4))]
+    for name, draw in (("speedups", axes_of), ("roofs", roofs_of)):
+        axes = draw(tmp_path / name, *groups)
+        assert len(axes) == 2
+        assert ["L = 16" in "".join(labels(ax)) for ax in axes] == [True, False]
+        assert "only L = 4 run" in "".join(labels(axes[1]))
+        assert axes[1].containers
+
+
+def test_every_roof_lies_within_the_bands_of_the_measured_bandwidths(tmp_path):
+    groups = []
+    for batch, factor in ((1, 1.0), (8, 1.6), (64, 0.7)):
+        for records in (group(case(batch=batch), replicate=r, seed=r) for r in range(2)):
+            changed = []
+            for r in records:
+                bandwidth = {k: b | {"bytes_per_s": b["bytes_per_s"] * factor} for k, b in r.bandwidth.items()}
+                changed.append(
+                    replace(r, bandwidth=bandwidth, traffic=r.traffic | {"floor_ns": r.traffic["floor_ns"] / factor})
+                )
+            groups.append(changed)
+    ax = roofs_of(tmp_path, *groups)[0]
+    spans = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches]
+    ticks = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|" and line.get_color() == style.INK]
+    assert len(spans) == 2
+    assert len(ticks) == 12
+    assert all(min(low for low, _ in spans) <= t <= max(high for _, high in spans) + 1e-6 for t in ticks)
+
+
+def test_the_legend_names_only_arms_that_are_drawn(tmp_path):
+    two = {arm: ARMS[arm] for arm in ("stored/cpu", "replay/cpu")}
+    groups = [group(case(batch=8)), *(group(case(length=n), arms=two) for n in (4, 16))]
+    names = legend(axes_of(tmp_path, *groups, figure=figures.speedup_by_interval))
+    assert any("replay/cpu" in name for name in names)
+    assert not any("replay/torch" in name for name in names)
 
 
 def test_odd_batch_and_interval_values_of_failures_do_not_stop_the_figures(tmp_path):
