@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-import yaml
 from hydra._internal.utils import get_args_parser  # the parser of hydra.main, which has no public name
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,6 +34,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import yaml  # the PyYAML that it reads files with, which is no requirement of ours
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
