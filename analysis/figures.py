@@ -23,7 +23,7 @@ from analysis.cells import strongest, weaknesses
 
 NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
 PAPER_INTERVAL = 16
-WEAK = "no evidence: one process, few rounds or A/A noise"
+WEAK = "one process, few rounds or noisy"
 DODGE = 0.22
 """Shift of staggered phases to the right, in doublings, so that their points do not hide aligned ones."""
 FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
@@ -254,7 +254,7 @@ def _finish_speedups(axes: list[Axes], values: list[float]) -> None:
 def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curves: bool, failed: bool) -> list[Line2D]:
     handles = []
     for arm, rest, line, part in style.series(ours) if len(ours) else []:
-        rest += " (shifted right)" if line == "--" and len(part) < len(ours[ours["arm"] == arm]) else ""
+        rest += " (shifted)" if line == "--" and len(part) < len(ours[ours["arm"] == arm]) else ""
         handles.append(Line2D([], [], ls=line, label=f"{arm} {rest}".strip(), **looks[arm]))
     if len(ours):
         handles.append(

@@ -387,6 +387,15 @@ def test_every_roof_lies_within_the_bands_of_the_measured_bandwidths(tmp_path):
     assert all(min(low for low, _ in spans) <= t <= max(high for _, high in spans) + 1e-6 for t in ticks)
 
 
+def test_the_widest_legend_fits_its_figure(tmp_path):
+    phases = [group(case(batch=64, phase=p)) for p in ("aligned", "staggered")]
+    others = [group(case(m), failed={"replay/torch": "oom"}) for m in ("qwen3_5_4b", "kimi_linear_48b")]
+    figure = axes_of(tmp_path, *phases, *others)[0].figure
+    figure.canvas.draw()
+    box, page = figure.legends[0].get_window_extent(), figure.bbox
+    assert page.x0 <= box.x0 < box.x1 <= page.x1
+
+
 def test_the_legend_names_only_arms_that_are_drawn(tmp_path):
     two = {arm: ARMS[arm] for arm in ("stored/cpu", "replay/cpu")}
     groups = [group(case(batch=8)), *(group(case(length=n), arms=two) for n in (4, 16))]
