@@ -251,7 +251,7 @@ def store_input(typing: Any, address: Any, index: Any, count: Any, value: Any, n
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
     """Ask for the cache line at ``address`` to read it; a hint, so it may lie anywhere."""
-    return types.void(types.intp), lambda context, *generation: _prefetch(context, *generation, 0)
+    return types.void(types.intp), lambda *generation: _prefetch(generation, 0)
 
 
 @intrinsic
@@ -260,10 +260,11 @@ def prefetch_to_write(typing: Any, address: Any) -> Any:
 
     Stores retire in order: one that misses all caches holds up those behind it.
     """
-    return types.void(types.intp), lambda context, *generation: _prefetch(context, *generation, 1)
+    return types.void(types.intp), lambda *generation: _prefetch(generation, 1)
 
 
-def _prefetch(context: Any, builder: Any, signature: Any, arguments: Any, write: int) -> Any:
+def _prefetch(generation: tuple[Any, ...], write: int) -> Any:
+    context, builder, _, arguments = generation
     place = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, _I32(write), _I32(3), _I32(1)])
     return context.get_dummy_value()
