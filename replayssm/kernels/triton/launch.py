@@ -1,0 +1,84 @@
+"""Launch configurations: how a step is cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replayssm.geometry import Geometry
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps.
+
+    ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
+    warp reads. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it,
+    since its vector decays must be summed in time order. Raises ``ValueError`` on numbers that Triton cannot take.
+    """
+
+    rows: int
+    tiles: int
+    warps: int
+    lanes: int = 8
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "warps", "lanes"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{field}={value!r} is impossible; accepted: a power of two")
+        if self.lanes > 32:
+            raise ValueError(f"lanes={self.lanes} is impossible; accepted: at most 32, the threads of a warp")
+        if self.tiles < 1:
+            raise ValueError(f"tiles={self.tiles!r} is impossible; accepted: at least 1")
+
+
+def stored_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
+    """Default for a stored step; ``state_bytes`` an element."""
+    return Launch(rows=16, tiles=1, warps=2)
+
+
+def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int, interval_length: int) -> Launch:
+    """Default for a replay step; ``state_bytes`` an element."""
+    return Launch(rows=16, tiles=1, warps=2)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << (value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a kernel is compiled for: a layer's sizes and a launch, in the kernels' own terms."""
+
+    H: int
+    SHARE: int
+    P: int
+    N: int
+    PADDED: int
+    WIDTH: int
+    CHUNKS: int
+    M: int
+    TILES: int
+    PARTS: int
+
+    @classmethod
+    def of(cls, geometry: Geometry, launch: Launch, state_bytes: int) -> Cut:
+        """``PADDED`` is N up to a power of two, cut into ``CHUNKS`` of ``WIDTH``; ``PARTS`` programs share a head."""
+        padded = power_of_two(geometry.state_dim)
+        width = min(padded, launch.lanes * max(1, 16 // state_bytes))
+        rows = min(launch.rows, power_of_two(geometry.head_dim))
+        tiles = min(launch.tiles, -(-geometry.head_dim // rows))
+        return cls(
+            H=geometry.heads,
+            SHARE=geometry.heads_per_group,
+            P=geometry.head_dim,
+            N=geometry.state_dim,
+            PADDED=padded,
+            WIDTH=width,
+            CHUNKS=padded // width,
+            M=rows,
+            TILES=tiles,
+            PARTS=-(-geometry.head_dim // (rows * tiles)),
+        )

@@ -1,0 +1,290 @@
+"""Mamba-2 in Triton: the stored-state step and the replay step, one launch each.
+
+Program ``(row, head, part)`` owns some rows of one head's state. All heads of a group need B_j . C over the ring; each
+program computes these itself, from a ring that the group's programs find in L2: cheaper than a launch of its own.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.cache import CacheLayer
+from replayssm.geometry import Geometry
+from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
+from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
+from replayssm.kernels.triton.tiles import (
+    as_tile,
+    columns,
+    dot_rows,
+    exp,
+    load_columns,
+    load_ring,
+    load_tile,
+    ring_order,
+    store_tile,
+    sum_later,
+)
+from replayssm.recurrence.mamba2 import Inputs
+
+
+class _Ring(NamedTuple):
+    """Tensors of a `CacheLayer` that a replay step needs besides the state."""
+
+    x: Any
+    B: Any
+    dt: Any
+    cursor: Any
+    origin: Any
+    flushes: Any
+
+
+class _Strides(NamedTuple):
+    """Strides of all axes but the last, which is contiguous; of ``dt [B,H]`` all."""
+
+    state: Any
+    out: Any
+    x: Any
+    B: Any
+    C: Any
+    dt: Any
+    z: Any
+
+
+class _RingStrides(NamedTuple):
+    x: Any
+    B: Any
+    dt: Any
+
+
+def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
+    """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
+
+    ``state [S,H,P,N]``, ``out [B,H,P]``, ``slots [B]`` int64, -1 for padding. Mutates ``out`` and ``state``; raises
+    ``ValueError``, one line, on tensors it does not take.
+    """
+    strides, geometry = _check(out, state, inputs, slots)
+    rows, size = len(slots), state.element_size()
+    cut = Cut.of(geometry, launch or stored_launch(geometry, rows, size), size)
+    warps = (launch or stored_launch(geometry, rows, size)).warps
+    if rows:
+        grid = (cut.PARTS * cut.H * rows,)
+        _stored_kernel[grid](out, state, inputs, slots, strides, **asdict(cut), num_warps=warps)
+
+
+def replay_step(
+    out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None
+) -> None:
+    """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
+
+    Rows with a full ring fold ring and token into the checkpoint and count the flush; the others append the token.
+    Mutates ``out``, the checkpoint and ``flushes`` or the ring; raises ``ValueError`` on what it does not take.
+    """
+    check_layer(layer, "mamba2")
+    strides, geometry = _check(out, layer.state, inputs, slots)
+    ring_strides = _check_ring(layer, geometry, inputs)
+    rows, size = len(slots), layer.state.element_size()
+    launch = launch or replay_launch(geometry, rows, size, layer.interval_length)
+    cut = Cut.of(geometry, launch, size)
+    ring = _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes)
+    if rows:
+        _replay_kernel[(cut.PARTS * cut.H * rows,)](
+            out,
+            layer.state,
+            ring,
+            inputs,
+            slots,
+            strides,
+            ring_strides,
+            **asdict(cut),
+            L=layer.interval_length,
+            CAPACITY=layer.capacity,
+            RING=max(16, power_of_two(layer.capacity)),
+            EAGER=launch.eager,
+            num_warps=launch.warps,
+        )
+
+
+def _check(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_Strides, Geometry]:
+    _, H, P, N = state.shape
+    rows, G = inputs.B.shape[:2]
+    kind = (inputs.x.dtype,)
+    strides = _Strides(
+        state=check("state", state, tuple(state.shape), STATES),
+        out=check("out", out, (rows, H, P), INPUTS),
+        x=check("x", inputs.x, (rows, H, P), INPUTS),
+        B=check("B", inputs.B, (rows, G, N), kind),
+        C=check("C", inputs.C, (rows, G, N), kind),
+        dt=(*check("dt", inputs.dt, (rows, H), WIDE), 1),
+        z=None if inputs.z is None else check("z", inputs.z, (rows, H, P), kind),
+    )
+    check("A", inputs.A, (H,), WIDE)
+    if inputs.D is not None:
+        check("D", inputs.D, (H,), WIDE)
+    check_slots(slots, rows)
+    check_place({"out": out, "slots": slots, **inputs._asdict()}, state.device)
+    return strides, Geometry("mamba2", H, G, P, N)
+
+
+def _check_ring(layer: CacheLayer, g: Geometry, inputs: Inputs) -> _RingStrides:
+    slots, R = len(layer.state), layer.capacity
+    kind = (inputs.x.dtype,)
+    return _RingStrides(
+        x=check("ring x", layer.ring["x"], (slots, g.heads, R, g.head_dim), kind),
+        B=check("ring B", layer.ring["B"], (slots, g.groups, R, g.state_dim), kind),
+        dt=check("ring dt", layer.ring["dt"], (slots, g.heads, R), WIDE),
+    )
+
+
+@triton.jit
+def _finish(y, x, inputs, strides, out, row, head, m, P: tl.constexpr):
+    """Skip connection, gate and the one rounding of some rows of an output."""
+    if inputs.D is not None:
+        y += tl.load(inputs.D + head) * x
+    if inputs.z is not None:
+        z = tl.load(inputs.z + row * strides.z[0] + head * strides.z[1] + m, mask=m < P, other=0.0).to(tl.float32)
+        y *= z / (1.0 + tl.exp(-z))
+    tl.store(out + row * strides.out[0] + head * strides.out[1] + m, y.to(out.dtype.element_ty), mask=m < P)
+
+
+@triton.jit
+def _stored_kernel(
+    out,
+    state,
+    inputs,
+    slots,
+    strides,
+    H: tl.constexpr,
+    SHARE: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    M: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    n = columns(N, WIDTH, CHUNKS)
+    state += slot * strides.state[0] + head * strides.state[1]
+    tiles = ()
+    for t in tl.static_range(TILES):
+        m = (part * TILES + t) * M + tl.arange(0, M)
+        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+    group = head // SHARE
+    B = load_columns(inputs.B + row * strides.B[0] + group * strides.B[1], n, N, PADDED)
+    C = load_columns(inputs.C + row * strides.C[0] + group * strides.C[1], n, N, PADDED)
+    dt = tl.load(inputs.dt + row * strides.dt[0] + head)
+    decay = exp(tl.load(inputs.A + head) * dt)
+    for t in tl.static_range(TILES):
+        m = (part * TILES + t) * M + tl.arange(0, M)
+        x = tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + m, mask=m < P, other=0.0).to(tl.float32)
+        tile = tiles[t].to(tl.float32) * decay + (dt * x)[None, :, None] * B[:, None, :]
+        store_tile(state, strides.state[2], m, n, tile, P, N)
+        _finish(dot_rows(tile, C), x, inputs, strides, out, row, head, m, P)
+
+
+@triton.jit
+def _replay_kernel(
+    out,
+    state,
+    ring,
+    inputs,
+    slots,
+    strides,
+    ring_strides,
+    H: tl.constexpr,
+    SHARE: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    M: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    L: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RING: tl.constexpr,
+    EAGER: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    group = head // SHARE
+    length = tl.load(ring.cursor + slot)
+    oldest = tl.load(ring.origin + slot)
+    n = columns(N, WIDTH, CHUNKS)
+    state += slot * strides.state[0] + head * strides.state[1]
+    tiles = ()
+    for t in tl.static_range(TILES):
+        m = (part * TILES + t) * M + tl.arange(0, M)
+        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+
+    # The token, then the ring, all asked for before anything is used.
+    B_token = inputs.B + row * strides.B[0] + group * strides.B[1]
+    C_token = inputs.C + row * strides.C[0] + group * strides.C[1]
+    x_token = inputs.x + row * strides.x[0] + head * strides.x[1]
+    C = load_columns(C_token, n, N, PADDED)
+    flat = tl.arange(0, PADDED)
+    C_flat = load_columns(C_token, flat, N, PADDED)
+    B_flat = load_columns(B_token, flat, N, PADDED)
+    A = tl.load(inputs.A + head)
+    dt = tl.load(inputs.dt + row * strides.dt[0] + head)
+    ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
+    ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
+    ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
+    entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
+    some = valid[:, None] if PADDED == N else valid[:, None] & (flat < N)[None, :]
+    Bs = load_ring(ring_B + entry[:, None] * ring_strides.B[2] + flat[None, :], some, EAGER and PADDED == N)
+    xs = ()
+    for t in tl.static_range(TILES):
+        m = (part * TILES + t) * M + tl.arange(0, M)
+        some = valid[:, None] & (m < P)[None, :]
+        pointers = ring_x + entry[:, None] * ring_strides.x[2] + m[None, :]
+        xs = xs + (load_ring(pointers, some, EAGER and P % (M * TILES) == 0),)
+    dts = load_ring(ring_dt + entry, valid, EAGER)
+
+    weight = dts * exp(A * (sum_later(dts, age) + dt))
+    decay = exp(A * (tl.sum(dts, axis=0) + dt))
+    weight_BC = weight * tl.sum(Bs * C_flat[None, :], axis=1)
+    BC_token = dt * tl.sum(B_flat * C_flat, axis=0)
+    flush = length == L - 1
+    last = (oldest + length) % CAPACITY
+    for t in tl.static_range(TILES):
+        m = (part * TILES + t) * M + tl.arange(0, M)
+        tile = tiles[t].to(tl.float32)
+        x = tl.load(x_token + m, mask=m < P, other=0.0)
+        y = decay * dot_rows(tile, C) + tl.sum(weight_BC[:, None] * xs[t], axis=0)
+        y += BC_token * x.to(tl.float32)
+        _finish(y, x.to(tl.float32), inputs, strides, out, row, head, m, P)
+        if flush:
+            moved = (dt * x.to(tl.float32))[:, None] * B_flat[None, :]
+            if L > 1:
+                moved += tl.dot(tl.trans(weight[:, None] * xs[t]), Bs, input_precision="tf32x3")
+            tile = tile * decay + as_tile(moved, M, WIDTH, CHUNKS)
+            store_tile(state, strides.state[2], m, n, tile, P, N)
+        else:
+            tl.store(ring_x + last * ring_strides.x[2] + m, x, mask=m < P)
+    if part == 0:
+        if flush:
+            if head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        else:
+            tl.store(ring_dt + last, dt)
+            if head % SHARE == 0:
+                B_raw = tl.load(B_token + flat, mask=flat < N, other=0.0)
+                tl.store(ring_B + last * ring_strides.B[2] + flat, B_raw, mask=flat < N)
