@@ -22,16 +22,14 @@ from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
 from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
-    as_tile,
-    columns,
-    dot_rows,
     exp,
-    load_columns,
+    load_chunks,
     load_ring,
-    load_tile,
+    load_state,
+    load_vector,
     ring_order,
     rnorm,
-    store_tile,
+    store_state,
     sum_later,
 )
 from replayssm.recurrence.gdn import Inputs
@@ -83,6 +81,7 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
             strides,
             geometry.state_dim**-0.5,
             **asdict(cut),
+            ROW=state.stride(2),
             CHANNELS=family == "kda",
             num_warps=launch.warps,
         )
@@ -109,6 +108,7 @@ def replay_step(
             ring_strides,
             geometry.state_dim**-0.5,
             **asdict(cut),
+            ROW=layer.state.stride(2),
             CHANNELS=family == "kda",
             L=layer.interval_length,
             CAPACITY=layer.capacity,
@@ -165,10 +165,11 @@ def _stored_kernel(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -176,33 +177,48 @@ def _stored_kernel(
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    n = columns(N, WIDTH, CHUNKS)
-    state += slot * strides.state[0] + head * strides.state[1]
+    CHUNKS: tl.constexpr = PADDED // WIDTH
+    first = part * TILES * M + tl.arange(0, M)
+    states = state + slot * strides.state[0] + head * strides.state[1]
+    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+        for c in tl.static_range(CHUNKS):
+            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
     group = head // SHARE
-    q = load_columns(inputs.q + row * strides.q[0] + group * strides.q[1], n, N, PADDED)
-    k = load_columns(inputs.k + row * strides.k[0] + group * strides.k[1], n, N, PADDED)
+    q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
+    k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
+    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
+    qs, ks = load_chunks(q_token, N, PADDED, WIDTH), load_chunks(k_token, N, PADDED, WIDTH)
+    n = tl.arange(0, PADDED)
+    q, k = load_vector(q_token, n, N, PADDED), load_vector(k_token, n, N, PADDED)
     beta = tl.load(inputs.beta + row * strides.beta[0] + head)
-    g = inputs.g + row * strides.g[0] + head * strides.g[1]
     if CHANNELS:
-        decay = exp(load_columns(g, n, N, PADDED))[:, None, :]
+        gs = load_chunks(g_token, N, PADDED, WIDTH)
     else:
-        decay = exp(tl.load(g))
-    q_scale = rnorm(tl.sum(tl.sum(q * q, axis=0), axis=0)) * scale
-    k *= rnorm(tl.sum(tl.sum(k * k, axis=0), axis=0))
-    qk = tl.sum(tl.sum(q * k, axis=0), axis=0)
+        decay = exp(tl.load(g_token))
+    q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
+    k_rnorm = rnorm(tl.sum(k * k, axis=0))
+    qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
+        m = first + t * M
         v = tl.load(inputs.v + row * strides.v[0] + head * strides.v[1] + m, mask=m < P, other=0.0).to(tl.float32)
-        tile = tiles[t].to(tl.float32) * decay
-        d = beta * (v - dot_rows(tile, k))
-        o = (dot_rows(tile, q) + d * qk) * q_scale
-        store_tile(state, strides.state[2], m, n, tile + d[None, :, None] * k[:, None, :], P, N)
-        pointers = out + row * strides.out[0] + head * strides.out[1] + m
-        tl.store(pointers, o.to(out.dtype.element_ty), mask=m < P)
+        with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
+        decayed = ()
+        for c in tl.static_range(CHUNKS):
+            if CHANNELS:
+                chunk = tiles[t * CHUNKS + c].to(tl.float32) * exp(gs[c])[None, :]
+            else:
+                chunk = tiles[t * CHUNKS + c].to(tl.float32) * decay
+            with_k += chunk * ks[c][None, :]
+            with_q += chunk * qs[c][None, :]
+            decayed = decayed + (chunk,)
+        d = beta * (v - tl.sum(with_k, axis=1) * k_rnorm)
+        o = tl.sum(with_q, axis=1) * q_scale + d * qk
+        for c in tl.static_range(CHUNKS):
+            chunk = decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :]
+            store_state(states + t * M * ROW, c, m, chunk, P, N, WIDTH, WHOLE)
+        tl.store(out + row * strides.out[0] + head * strides.out[1] + m, o.to(out.dtype.element_ty), mask=m < P)
 
 
 @triton.jit
@@ -221,10 +237,11 @@ def _replay_kernel(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
     L: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -239,98 +256,137 @@ def _replay_kernel(
     group = head // SHARE
     length = tl.load(ring.cursor + slot)
     oldest = tl.load(ring.origin + slot)
-    n = columns(N, WIDTH, CHUNKS)
-    state += slot * strides.state[0] + head * strides.state[1]
+    CHUNKS: tl.constexpr = PADDED // WIDTH
+    first = part * TILES * M + tl.arange(0, M)
+    states = state + slot * strides.state[0] + head * strides.state[1]
+    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+        for c in tl.static_range(CHUNKS):
+            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
 
     # The token, then the ring, all asked for before anything is used.
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
     k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
     g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
-    flat = tl.arange(0, PADDED)
-    q, k = load_columns(q_token, n, N, PADDED), load_columns(k_token, n, N, PADDED)
-    q_flat, k_flat = load_columns(q_token, flat, N, PADDED), load_columns(k_token, flat, N, PADDED)
+    v_token = inputs.v + row * strides.v[0] + head * strides.v[1]
+    qs, ks = load_chunks(q_token, N, PADDED, WIDTH), load_chunks(k_token, N, PADDED, WIDTH)
+    n = tl.arange(0, PADDED)
+    q, k = load_vector(q_token, n, N, PADDED), load_vector(k_token, n, N, PADDED)
     beta = tl.load(inputs.beta + row * strides.beta[0] + head)
     ring_k = ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1]
     ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
     ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
     ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
     entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
-    some = valid[:, None] if PADDED == N else valid[:, None] & (flat < N)[None, :]
-    ks = load_ring(ring_k + entry[:, None] * ring_strides.k[2] + flat[None, :], some, EAGER and PADDED == N)
+    k_entries = ring_k + entry[:, None] * ring_strides.k[2]
+    if not CHANNELS:
+        k_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
+        k_old = load_ring(k_entries + n[None, :], k_valid, EAGER and PADDED == N)
     ds = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        some = valid[:, None] & (m < P)[None, :]
-        pointers = ring_d + entry[:, None] * ring_strides.d[2] + m[None, :]
-        ds = ds + (load_ring(pointers, some, EAGER and P % (M * TILES) == 0),)
+        m = first + t * M
+        entries = ring_d + entry[:, None] * ring_strides.d[2] + m[None, :]
+        ds = ds + (load_ring(entries, valid[:, None] & (m < P)[None, :], EAGER and WHOLE),)
     rnorms = load_ring(ring_rnorm + entry, valid, EAGER)
 
-    # Decays of checkpoint and ring up to the token; those of channels go into the keys.
+    # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
     if CHANNELS:
-        channels = (flat < N)[None, :]
-        g_now = load_columns(g_token, flat, N, PADDED)
-        after = tl.load(
-            ring_g + ((entry + 1) % CAPACITY)[:, None] * ring_strides.g[2] + flat[None, :],
-            mask=(age + 1 < length)[:, None] & channels,
-            other=0.0,
-        )
-        after = tl.where((age + 1 == length)[:, None], g_now[None, :], after)
-        oldest_g = tl.load(ring_g + oldest * ring_strides.g[2] + flat, mask=(flat < N) & (length > 0), other=0.0)
-        total = tl.where(length > 0, tl.sum(after, axis=0) + oldest_g, g_now)
-        ks *= rnorms[:, None] * exp(tl.cumsum(after, axis=0, reverse=True))
-        decay_flat = exp(total)
-        decay = tl.reshape(decay_flat, (CHUNKS, WIDTH))
-        q_decayed, k_decayed = q * decay, k * decay
-        weight = tl.where(valid, 1.0, 0.0)
-        decay_rows = 1.0
-        decay_tile = decay[:, None, :]
+        weight = rnorms
+        decay = 1.0
+        kq, kk = tl.zeros((RING,), tl.float32), tl.zeros((RING,), tl.float32)
+        q_decayed, k_decayed = (), ()
+        for c in tl.static_range(CHUNKS):
+            columns = c * WIDTH + tl.arange(0, WIDTH)
+            k_old = load_ring(k_entries + columns[None, :], valid[:, None] & (columns < N)[None, :], False)
+            k_old *= exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY))
+            kq += tl.sum(k_old * load_vector(q_token, columns, N, PADDED)[None, :], axis=1)
+            kk += tl.sum(k_old * load_vector(k_token, columns, N, PADDED)[None, :], axis=1)
+            decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N)
+            q_decayed = q_decayed + (qs[c] * decays,)
+            k_decayed = k_decayed + (ks[c] * decays,)
     else:
         g_now = tl.load(g_token)
         gs = load_ring(ring_g + entry, valid, EAGER)
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + g_now), 0.0)
-        decay_rows = exp(tl.sum(gs, axis=0) + g_now)
-        q_decayed, k_decayed = q, k
-        decay_tile = decay_rows
-    q_scale = rnorm(tl.sum(q_flat * q_flat, axis=0)) * scale
-    k_rnorm = rnorm(tl.sum(k_flat * k_flat, axis=0))
-    qk = tl.sum(q_flat * k_flat, axis=0) * (k_rnorm * q_scale)
-    weight_q = weight * tl.sum(ks * q_flat[None, :], axis=1) * q_scale
-    weight_k = weight * tl.sum(ks * k_flat[None, :], axis=1) * k_rnorm
-
-    flush = length == L - 1
-    last = (oldest + length) % CAPACITY
+        decay = exp(tl.sum(gs, axis=0) + g_now)
+        kq, kk = tl.sum(k_old * q[None, :], axis=1), tl.sum(k_old * k[None, :], axis=1)
+        q_decayed, k_decayed = qs, ks
+    q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
+    k_rnorm = rnorm(tl.sum(k * k, axis=0))
+    qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
+    weight_q, weight_k = weight * kq * q_scale, weight * kk * k_rnorm
+    corrected = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tile = tiles[t].to(tl.float32)
-        v = tl.load(inputs.v + row * strides.v[0] + head * strides.v[1] + m, mask=m < P, other=0.0).to(tl.float32)
-        Sk = dot_rows(tile, k_decayed) * (decay_rows * k_rnorm) + tl.sum(weight_k[:, None] * ds[t], axis=0)
-        Sq = dot_rows(tile, q_decayed) * (decay_rows * q_scale) + tl.sum(weight_q[:, None] * ds[t], axis=0)
+        m = first + t * M
+        v = tl.load(v_token + m, mask=m < P, other=0.0).to(tl.float32)
+        with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
+        for c in tl.static_range(CHUNKS):
+            chunk = tiles[t * CHUNKS + c].to(tl.float32)
+            with_k += chunk * k_decayed[c][None, :]
+            with_q += chunk * q_decayed[c][None, :]
+        Sk = tl.sum(with_k, axis=1) * (decay * k_rnorm) + tl.sum(weight_k[:, None] * ds[t], axis=0)
+        Sq = tl.sum(with_q, axis=1) * (decay * q_scale) + tl.sum(weight_q[:, None] * ds[t], axis=0)
         d = beta * (v - Sk)
-        pointers = out + row * strides.out[0] + head * strides.out[1] + m
-        tl.store(pointers, (Sq + d * qk).to(out.dtype.element_ty), mask=m < P)
-        if flush:
-            moved = d[:, None] * (k_flat * k_rnorm)[None, :]
-            if L > 1:
-                moved += tl.dot(tl.trans(weight[:, None] * ds[t]), ks, input_precision="tf32x3")
-            store_tile(
-                state, strides.state[2], m, n, tile * decay_tile + as_tile(moved, M, WIDTH, CHUNKS), P, N
-            )
-        else:
-            tl.store(ring_d + last * ring_strides.d[2] + m, d, mask=m < P)
-    if part == 0:
-        if flush:
-            if head == 0:
-                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-        else:
+        outs = out + row * strides.out[0] + head * strides.out[1] + m
+        tl.store(outs, (Sq + d * qk).to(out.dtype.element_ty), mask=m < P)
+        corrected = corrected + (d,)
+
+    if length == L - 1:
+        # State and ring come a second time, from the caches: holding them until here would cost every row registers.
+        for c in tl.static_range(CHUNKS):
+            places = c * WIDTH + tl.arange(0, WIDTH)
+            k_now = load_vector(k_token, places, N, PADDED) * k_rnorm
             if CHANNELS:
-                tl.store(ring_g + last * ring_strides.g[2] + flat, g_now, mask=flat < N)
+                old_decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, places, N)
+            if L > 1:
+                k_chunk = load_ring(k_entries + places[None, :], valid[:, None] & (places < N)[None, :], False)
+                if CHANNELS:
+                    k_chunk *= exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, places, N, CAPACITY))
+            for t in tl.static_range(TILES):
+                rows = first + t * M
+                moved = corrected[t][:, None] * k_now[None, :]
+                if L > 1:
+                    d_entries = ring_d + entry[None, :] * ring_strides.d[2] + rows[:, None]
+                    d_old = load_ring(d_entries, valid[None, :] & (rows < P)[:, None], False) * weight[None, :]
+                    moved += tl.dot(d_old, k_chunk, input_precision="tf32x3")
+                place = states + t * M * ROW
+                before = load_state(place, c, rows, P, N, WIDTH, WHOLE).to(tl.float32)
+                if CHANNELS:
+                    moved += before * old_decays[None, :]
+                else:
+                    moved += before * decay
+                store_state(place, c, rows, moved, P, N, WIDTH, WHOLE)
+        if (part == 0) & (head == 0):
+            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+    else:
+        last = (oldest + length) % CAPACITY
+        for t in tl.static_range(TILES):
+            rows = first + t * M
+            tl.store(ring_d + last * ring_strides.d[2] + rows, corrected[t], mask=rows < P)
+        if part == 0:
+            if CHANNELS:
+                g_vector = tl.load(g_token + n, mask=n < N, other=0.0)
+                tl.store(ring_g + last * ring_strides.g[2] + n, g_vector, mask=n < N)
             else:
                 tl.store(ring_g + last, g_now)
             if head % SHARE == 0:
-                k_raw = tl.load(k_token + flat, mask=flat < N, other=0.0)
-                tl.store(ring_k + last * ring_strides.k[2] + flat, k_raw, mask=flat < N)
+                k_raw = tl.load(k_token + n, mask=n < N, other=0.0)
+                tl.store(ring_k + last * ring_strides.k[2] + n, k_raw, mask=n < N)
                 tl.store(ring_rnorm + last, k_rnorm)
+
+
+@triton.jit
+def _later(ring_g, stride, g_token, entry, age, length, n, N: tl.constexpr, CAPACITY: tl.constexpr):
+    """``[RING,n]``: for ring token j, in time order, the log decay of all tokens behind it, the current one included."""
+    pointers = ring_g + ((entry + 1) % CAPACITY)[:, None] * stride + n[None, :]
+    after = tl.load(pointers, mask=(age + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
+    g_now = tl.load(g_token + n, mask=n < N, other=0.0)
+    return tl.cumsum(tl.where((age + 1 == length)[:, None], g_now[None, :], after), axis=0, reverse=True)
+
+
+@triton.jit
+def _decay(ring_g, stride, g_token, entry, valid, n, N: tl.constexpr):
+    """``[n]``: the checkpoint's decay up to and with the current token."""
+    gs = load_ring(ring_g + entry[:, None] * stride + n[None, :], valid[:, None] & (n < N)[None, :], False)
+    return exp(tl.sum(gs, axis=0) + tl.load(g_token + n, mask=n < N, other=0.0))

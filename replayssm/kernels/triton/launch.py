@@ -58,14 +58,16 @@ class Cut:
     N: int
     PADDED: int
     WIDTH: int
-    CHUNKS: int
     M: int
     TILES: int
     PARTS: int
+    WHOLE: bool
 
     @classmethod
     def of(cls, geometry: Geometry, launch: Launch, state_bytes: int) -> Cut:
-        """``PADDED`` is N up to a power of two, cut into ``CHUNKS`` of ``WIDTH``; ``PARTS`` programs share a head."""
+        """``PADDED`` is N up to a power of two, cut into chunks of ``WIDTH``; ``PARTS`` programs share a head, and where
+        these cut it evenly, and N needs no padding, it is ``WHOLE``.
+        """
         padded = power_of_two(geometry.state_dim)
         width = min(padded, launch.lanes * max(1, 16 // state_bytes))
         rows = min(launch.rows, power_of_two(geometry.head_dim))
@@ -77,8 +79,8 @@ class Cut:
             N=geometry.state_dim,
             PADDED=padded,
             WIDTH=width,
-            CHUNKS=padded // width,
             M=rows,
             TILES=tiles,
             PARTS=-(-geometry.head_dim // (rows * tiles)),
+            WHOLE=geometry.head_dim % (rows * tiles) == 0 and padded == geometry.state_dim,
         )

@@ -20,15 +20,13 @@ from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
 from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
-    as_tile,
-    columns,
-    dot_rows,
     exp,
-    load_columns,
+    load_chunks,
     load_ring,
-    load_tile,
+    load_state,
+    load_vector,
     ring_order,
-    store_tile,
+    store_state,
     sum_later,
 )
 from replayssm.recurrence.mamba2 import Inputs
@@ -75,7 +73,7 @@ def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launc
     warps = (launch or stored_launch(geometry, rows, size)).warps
     if rows:
         grid = (cut.PARTS * cut.H * rows,)
-        _stored_kernel[grid](out, state, inputs, slots, strides, **asdict(cut), num_warps=warps)
+        _stored_kernel[grid](out, state, inputs, slots, strides, **asdict(cut), ROW=state.stride(2), num_warps=warps)
 
 
 def replay_step(
@@ -103,6 +101,7 @@ def replay_step(
             strides,
             ring_strides,
             **asdict(cut),
+            ROW=layer.state.stride(2),
             L=layer.interval_length,
             CAPACITY=layer.capacity,
             RING=max(16, power_of_two(layer.capacity)),
@@ -166,33 +165,39 @@ def _stored_kernel(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     program = tl.program_id(0)
     part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    n = columns(N, WIDTH, CHUNKS)
-    state += slot * strides.state[0] + head * strides.state[1]
+    CHUNKS: tl.constexpr = PADDED // WIDTH
+    first = part * TILES * M + tl.arange(0, M)
+    states = state + slot * strides.state[0] + head * strides.state[1]
+    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+        for c in tl.static_range(CHUNKS):
+            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
     group = head // SHARE
-    B = load_columns(inputs.B + row * strides.B[0] + group * strides.B[1], n, N, PADDED)
-    C = load_columns(inputs.C + row * strides.C[0] + group * strides.C[1], n, N, PADDED)
+    Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], N, PADDED, WIDTH)
+    Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], N, PADDED, WIDTH)
     dt = tl.load(inputs.dt + row * strides.dt[0] + head)
     decay = exp(tl.load(inputs.A + head) * dt)
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
+        m = first + t * M
         x = tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + m, mask=m < P, other=0.0).to(tl.float32)
-        tile = tiles[t].to(tl.float32) * decay + (dt * x)[None, :, None] * B[:, None, :]
-        store_tile(state, strides.state[2], m, n, tile, P, N)
-        _finish(dot_rows(tile, C), x, inputs, strides, out, row, head, m, P)
+        product = tl.zeros((M, WIDTH), tl.float32)
+        for c in tl.static_range(CHUNKS):
+            chunk = tiles[t * CHUNKS + c].to(tl.float32) * decay + (dt * x)[:, None] * Bs[c][None, :]
+            store_state(states + t * M * ROW, c, m, chunk, P, N, WIDTH, WHOLE)
+            product += chunk * Cs[c][None, :]
+        _finish(tl.sum(product, axis=1), x, inputs, strides, out, row, head, m, P)
 
 
 @triton.jit
@@ -210,10 +215,11 @@ def _replay_kernel(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROW: tl.constexpr,
     L: tl.constexpr,
     CAPACITY: tl.constexpr,
     RING: tl.constexpr,
@@ -227,64 +233,80 @@ def _replay_kernel(
     group = head // SHARE
     length = tl.load(ring.cursor + slot)
     oldest = tl.load(ring.origin + slot)
-    n = columns(N, WIDTH, CHUNKS)
-    state += slot * strides.state[0] + head * strides.state[1]
+    CHUNKS: tl.constexpr = PADDED // WIDTH
+    first = part * TILES * M + tl.arange(0, M)
+    states = state + slot * strides.state[0] + head * strides.state[1]
+    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tiles = tiles + (load_tile(state, strides.state[2], m, n, P, N, PADDED, P % (M * TILES) == 0),)
+        for c in tl.static_range(CHUNKS):
+            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
 
     # The token, then the ring, all asked for before anything is used.
     B_token = inputs.B + row * strides.B[0] + group * strides.B[1]
     C_token = inputs.C + row * strides.C[0] + group * strides.C[1]
     x_token = inputs.x + row * strides.x[0] + head * strides.x[1]
-    C = load_columns(C_token, n, N, PADDED)
-    flat = tl.arange(0, PADDED)
-    C_flat = load_columns(C_token, flat, N, PADDED)
-    B_flat = load_columns(B_token, flat, N, PADDED)
+    Cs = load_chunks(C_token, N, PADDED, WIDTH)
+    n = tl.arange(0, PADDED)
+    C = load_vector(C_token, n, N, PADDED)
+    B = load_vector(B_token, n, N, PADDED)
     A = tl.load(inputs.A + head)
     dt = tl.load(inputs.dt + row * strides.dt[0] + head)
     ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
     ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
     ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
     entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
-    some = valid[:, None] if PADDED == N else valid[:, None] & (flat < N)[None, :]
-    Bs = load_ring(ring_B + entry[:, None] * ring_strides.B[2] + flat[None, :], some, EAGER and PADDED == N)
+    B_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
+    Bs = load_ring(ring_B + entry[:, None] * ring_strides.B[2] + n[None, :], B_valid, EAGER and PADDED == N)
     xs = ()
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        some = valid[:, None] & (m < P)[None, :]
-        pointers = ring_x + entry[:, None] * ring_strides.x[2] + m[None, :]
-        xs = xs + (load_ring(pointers, some, EAGER and P % (M * TILES) == 0),)
+        m = first + t * M
+        entries = ring_x + entry[:, None] * ring_strides.x[2] + m[None, :]
+        xs = xs + (load_ring(entries, valid[:, None] & (m < P)[None, :], EAGER and WHOLE),)
     dts = load_ring(ring_dt + entry, valid, EAGER)
 
     weight = dts * exp(A * (sum_later(dts, age) + dt))
     decay = exp(A * (tl.sum(dts, axis=0) + dt))
-    weight_BC = weight * tl.sum(Bs * C_flat[None, :], axis=1)
-    BC_token = dt * tl.sum(B_flat * C_flat, axis=0)
-    flush = length == L - 1
-    last = (oldest + length) % CAPACITY
+    weight_BC = weight * tl.sum(Bs * C[None, :], axis=1)
+    BC_token = dt * tl.sum(B * C, axis=0)
     for t in tl.static_range(TILES):
-        m = (part * TILES + t) * M + tl.arange(0, M)
-        tile = tiles[t].to(tl.float32)
-        x = tl.load(x_token + m, mask=m < P, other=0.0)
-        y = decay * dot_rows(tile, C) + tl.sum(weight_BC[:, None] * xs[t], axis=0)
-        y += BC_token * x.to(tl.float32)
-        _finish(y, x.to(tl.float32), inputs, strides, out, row, head, m, P)
-        if flush:
-            moved = (dt * x.to(tl.float32))[:, None] * B_flat[None, :]
+        m = first + t * M
+        x = tl.load(x_token + m, mask=m < P, other=0.0).to(tl.float32)
+        product = tl.zeros((M, WIDTH), tl.float32)
+        for c in tl.static_range(CHUNKS):
+            product += tiles[t * CHUNKS + c].to(tl.float32) * Cs[c][None, :]
+        y = decay * tl.sum(product, axis=1) + tl.sum(weight_BC[:, None] * xs[t], axis=0) + BC_token * x
+        _finish(y, x, inputs, strides, out, row, head, m, P)
+
+    if length == L - 1:
+        # State and ring come a second time, from the caches: holding them until here would cost every row registers.
+        for c in tl.static_range(CHUNKS):
+            columns = c * WIDTH + tl.arange(0, WIDTH)
+            B_chunk = load_vector(B_token, columns, N, PADDED)
             if L > 1:
-                moved += tl.dot(tl.trans(weight[:, None] * xs[t]), Bs, input_precision="tf32x3")
-            tile = tile * decay + as_tile(moved, M, WIDTH, CHUNKS)
-            store_tile(state, strides.state[2], m, n, tile, P, N)
-        else:
-            tl.store(ring_x + last * ring_strides.x[2] + m, x, mask=m < P)
-    if part == 0:
-        if flush:
-            if head == 0:
-                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-        else:
+                B_entries = ring_B + entry[:, None] * ring_strides.B[2] + columns[None, :]
+                B_old = load_ring(B_entries, valid[:, None] & (columns < N)[None, :], False)
+            for t in tl.static_range(TILES):
+                rows = first + t * M
+                x_now = tl.load(x_token + rows, mask=rows < P, other=0.0).to(tl.float32)
+                moved = (dt * x_now)[:, None] * B_chunk[None, :]
+                if L > 1:
+                    x_entries = ring_x + entry[None, :] * ring_strides.x[2] + rows[:, None]
+                    x_old = load_ring(x_entries, valid[None, :] & (rows < P)[:, None], False) * weight[None, :]
+                    moved += tl.dot(x_old, B_old, input_precision="tf32x3")
+                place = states + t * M * ROW
+                moved += load_state(place, c, rows, P, N, WIDTH, WHOLE).to(tl.float32) * decay
+                store_state(place, c, rows, moved, P, N, WIDTH, WHOLE)
+        if (part == 0) & (head == 0):
+            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+    else:
+        last = (oldest + length) % CAPACITY
+        for t in tl.static_range(TILES):
+            rows = first + t * M
+            x_raw = tl.load(x_token + rows, mask=rows < P, other=0.0)
+            tl.store(ring_x + last * ring_strides.x[2] + rows, x_raw, mask=rows < P)
+        if part == 0:
             tl.store(ring_dt + last, dt)
             if head % SHARE == 0:
-                B_raw = tl.load(B_token + flat, mask=flat < N, other=0.0)
-                tl.store(ring_B + last * ring_strides.B[2] + flat, B_raw, mask=flat < N)
+                B_raw = tl.load(B_token + n, mask=n < N, other=0.0)
+                tl.store(ring_B + last * ring_strides.B[2] + n, B_raw, mask=n < N)

@@ -1,8 +1,8 @@
 """What the kernels share: tiles of a state, rings, an exponential.
 
-A tile of M rows of a state ``[P,N]`` is held as ``[chunks, M, width]``: a row is cut into chunks of ``width`` elements, as
-many as a few lanes load at once, and the chunks lie one behind the other in a thread's registers. A product with a
-vector then adds up over chunks without talking to other threads, and over ``width`` among a few lanes, not a whole warp.
+A tile of M rows of a state ``[P,N]`` is held as a tuple of chunks ``[M, WIDTH]``, as wide as a few lanes load at once. All
+chunks of all tiles lie at fixed distances from one pointer a thread, which the loads take as part of the instruction;
+and a product with a vector adds up over chunks within a thread and only over WIDTH among lanes.
 
 Rings are read in time order, or, with ``EAGER``, as they lie in memory, without waiting for cursor and origin. Eager
 reads whole rings; what is not valid is replaced before any arithmetic, so that a free entry's NaN never counts.
@@ -39,18 +39,14 @@ def exp(x):
 
 @triton.jit
 def rnorm(square):
-    """1 / sqrt(square + 1e-6), correctly rounded twice."""
-    return tl.div_rn(1.0, tl.sqrt_rn(square + 1e-6))
+    """1 / sqrt(square + 1e-6): the hardware's guess and a Newton step. Exact division and root cost 90 registers."""
+    square += 1e-6
+    guess = tl.rsqrt(square)
+    return guess * (1.5 - 0.5 * square * guess * guess)
 
 
 @triton.jit
-def columns(N: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """Column numbers ``[chunks, width]`` of a row of N, padded."""
-    return tl.arange(0, CHUNKS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def load_columns(pointer, n, N: tl.constexpr, PADDED: tl.constexpr):
+def load_vector(pointer, n, N: tl.constexpr, PADDED: tl.constexpr):
     """Elements ``n`` of a contiguous vector of N in float32, zero behind it."""
     if PADDED == N:
         return tl.load(pointer + n).to(tl.float32)
@@ -59,34 +55,35 @@ def load_columns(pointer, n, N: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, stride, m, n, P: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows ``m`` of a state as ``[chunks, M, width]`` in float32; ``WHOLE`` says that all rows exist."""
-    offsets = m[None, :, None] * stride + n[:, None, :]
-    if WHOLE and PADDED == N:
-        return tl.load(pointer + offsets, eviction_policy="evict_first")
+def load_chunks(pointer, N: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """A contiguous vector of N in float32, as a tuple of chunks."""
+    chunks = ()
+    for c in tl.static_range(PADDED // WIDTH):
+        chunks = chunks + (load_vector(pointer, c * WIDTH + tl.arange(0, WIDTH), N, PADDED),)
+    return chunks
+
+
+@triton.jit
+def load_state(pointers, c: tl.constexpr, m, P: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Chunk ``c`` of the rows ``m``, in the state's dtype; ``pointers [M,WIDTH]`` to their first one, ``WHOLE`` if all exist."""
+    if WHOLE:
+        return tl.load(pointers + c * WIDTH)
     else:
-        mask = (m < P)[None, :, None] & (n < N)[:, None, :]
-        return tl.load(pointer + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        n = c * WIDTH + tl.arange(0, WIDTH)
+        return tl.load(pointers + c * WIDTH, mask=(m < P)[:, None] & (n < N)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(pointer, stride, m, n, tile, P: tl.constexpr, N: tl.constexpr):
-    """Write what `load_tile` reads, rounded to the state's dtype."""
-    offsets = m[None, :, None] * stride + n[:, None, :]
-    mask = (m < P)[None, :, None] & (n < N)[:, None, :]
-    tl.store(pointer + offsets, tile.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dot_rows(tile, vector):
-    """``[M]`` products of a tile's rows with ``vector [chunks, width]``."""
-    return tl.sum(tl.sum(tile * vector[:, None, :], axis=0), axis=1)
-
-
-@triton.jit
-def as_tile(matrix, M: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
-    """A matrix ``[M, N]`` in the order of a tile."""
-    return tl.permute(tl.reshape(matrix, (M, CHUNKS, WIDTH)), (1, 0, 2))
+def store_state(
+    pointers, c: tl.constexpr, m, chunk, P: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Write what `load_state` reads, rounded to the state's dtype."""
+    chunk = chunk.to(pointers.dtype.element_ty)
+    if WHOLE:
+        tl.store(pointers + c * WIDTH, chunk)
+    else:
+        n = c * WIDTH + tl.arange(0, WIDTH)
+        tl.store(pointers + c * WIDTH, chunk, mask=(m < P)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
