@@ -107,13 +107,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--states", nargs="+", choices=STATES, default=["fp32", "fp16"])
     parser.add_argument("--interval-length", type=int, default=16)
-    parser.add_argument("--launch", help="rows,tiles,warps[,lanes[,eager]] instead of the default")
+    parser.add_argument("--launch", help="rows,tiles,warps[,lanes[,ahead[,eager]]] instead of the default")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; accepted: unset, since the interpreter compiles nothing")
     numbers = [int(n) for n in options.launch.split(",")] if options.launch else None
-    launch = Launch(*numbers[:4], eager=bool(numbers[4:] and numbers[4])) if numbers else None
+    launch = Launch(*numbers[:5], eager=any(numbers[5:])) if numbers else None
     rows = []
     for model, state in itertools.product(options.models, options.states):
         for name, call in calls(MODELS[model], STATES[state], 1, options.interval_length, launch).items():

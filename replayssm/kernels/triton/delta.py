@@ -29,6 +29,7 @@ from replayssm.kernels.triton.tiles import (
     load_vector,
     ring_order,
     rnorm,
+    shifted,
     store_state,
     sum_later,
 )
@@ -167,8 +168,8 @@ def _stored_kernel(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -178,13 +179,17 @@ def _stored_kernel(
     if slot < 0:
         return
     CHUNKS: tl.constexpr = PADDED // WIDTH
+    SIZE: tl.constexpr = CHUNKS + 1
     first = part * TILES * M + tl.arange(0, M)
+    end = tl.minimum(P, (part + 1) * TILES * M)
     states = state + slot * strides.state[0] + head * strides.state[1]
     states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    tiles = ()
-    for t in tl.static_range(TILES):
-        for c in tl.static_range(CHUNKS):
-            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
+    v_token = inputs.v + row * strides.v[0] + head * strides.v[1]
+    queue = ()
+    for t in tl.static_range(AHEAD):
+        m = first + t * M
+        queue = queue + load_state(states + t * M * ROW, m, end, N, CHUNKS, WIDTH)
+        queue = queue + (tl.load(v_token + m, mask=m < end, other=0.0),)
     group = head // SHARE
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
     k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
@@ -200,25 +205,32 @@ def _stored_kernel(
     q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
     k_rnorm = rnorm(tl.sum(k * k, axis=0))
     qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
-    for t in tl.static_range(TILES):
+    outs = out + row * strides.out[0] + head * strides.out[1]
+    for t in tl.range(TILES):
         m = first + t * M
-        v = tl.load(inputs.v + row * strides.v[0] + head * strides.v[1] + m, mask=m < P, other=0.0).to(tl.float32)
+        if AHEAD < TILES:
+            far = m + AHEAD * M
+            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
+            new = new + (tl.load(v_token + far, mask=far < end, other=0.0),)
         with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
         decayed = ()
         for c in tl.static_range(CHUNKS):
             if CHANNELS:
-                chunk = tiles[t * CHUNKS + c].to(tl.float32) * exp(gs[c])[None, :]
+                chunk = queue[c].to(tl.float32) * exp(gs[c])[None, :]
             else:
-                chunk = tiles[t * CHUNKS + c].to(tl.float32) * decay
+                chunk = queue[c].to(tl.float32) * decay
             with_k += chunk * ks[c][None, :]
             with_q += chunk * qs[c][None, :]
             decayed = decayed + (chunk,)
-        d = beta * (v - tl.sum(with_k, axis=1) * k_rnorm)
+        d = beta * (queue[CHUNKS].to(tl.float32) - tl.sum(with_k, axis=1) * k_rnorm)
         o = tl.sum(with_q, axis=1) * q_scale + d * qk
+        moved = ()
         for c in tl.static_range(CHUNKS):
-            chunk = decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :]
-            store_state(states + t * M * ROW, c, m, chunk, P, N, WIDTH, WHOLE)
-        tl.store(out + row * strides.out[0] + head * strides.out[1] + m, o.to(out.dtype.element_ty), mask=m < P)
+            moved = moved + (decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :],)
+        store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
+        tl.store(outs + m, o.to(out.dtype.element_ty), mask=m < end)
+        if AHEAD < TILES:
+            queue = shifted(queue, new, SIZE, AHEAD)
 
 
 @triton.jit
@@ -239,8 +251,8 @@ def _replay_kernel(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROW: tl.constexpr,
     CHANNELS: tl.constexpr,
     L: tl.constexpr,
@@ -257,13 +269,14 @@ def _replay_kernel(
     length = tl.load(ring.cursor + slot)
     oldest = tl.load(ring.origin + slot)
     CHUNKS: tl.constexpr = PADDED // WIDTH
+    SIZE: tl.constexpr = CHUNKS + 2
     first = part * TILES * M + tl.arange(0, M)
+    end = tl.minimum(P, (part + 1) * TILES * M)
     states = state + slot * strides.state[0] + head * strides.state[1]
     states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
-    for t in tl.static_range(TILES):
-        for c in tl.static_range(CHUNKS):
-            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
+    for t in tl.static_range(AHEAD):
+        tiles = tiles + (load_state(states + t * M * ROW, first + t * M, end, N, CHUNKS, WIDTH),)
 
     # The token, then the ring, all asked for before anything is used.
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
@@ -283,11 +296,12 @@ def _replay_kernel(
     if not CHANNELS:
         k_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
         k_old = load_ring(k_entries + n[None, :], k_valid, EAGER and PADDED == N)
-    ds = ()
-    for t in tl.static_range(TILES):
+    d_entries = ring_d + entry[:, None] * ring_strides.d[2] + first[None, :]
+    queue = ()
+    for t in tl.static_range(AHEAD):
         m = first + t * M
-        entries = ring_d + entry[:, None] * ring_strides.d[2] + m[None, :]
-        ds = ds + (load_ring(entries, valid[:, None] & (m < P)[None, :], EAGER and WHOLE),)
+        old = load_ring(d_entries + t * M, valid[:, None] & (m < end)[None, :], False)
+        queue = queue + tiles[t] + (old, tl.load(v_token + m, mask=m < end, other=0.0))
     rnorms = load_ring(ring_rnorm + entry, valid, EAGER)
 
     # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
@@ -299,7 +313,7 @@ def _replay_kernel(
         for c in tl.static_range(CHUNKS):
             columns = c * WIDTH + tl.arange(0, WIDTH)
             k_old = load_ring(k_entries + columns[None, :], valid[:, None] & (columns < N)[None, :], False)
-            k_old *= exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY))
+            k_old = k_old.to(tl.float32) * exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY))
             kq += tl.sum(k_old * load_vector(q_token, columns, N, PADDED)[None, :], axis=1)
             kk += tl.sum(k_old * load_vector(k_token, columns, N, PADDED)[None, :], axis=1)
             decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N)
@@ -310,61 +324,74 @@ def _replay_kernel(
         gs = load_ring(ring_g + entry, valid, EAGER)
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + g_now), 0.0)
         decay = exp(tl.sum(gs, axis=0) + g_now)
-        kq, kk = tl.sum(k_old * q[None, :], axis=1), tl.sum(k_old * k[None, :], axis=1)
+        k_wide = k_old.to(tl.float32)
+        kq, kk = tl.sum(k_wide * q[None, :], axis=1), tl.sum(k_wide * k[None, :], axis=1)
         q_decayed, k_decayed = qs, ks
     q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
     k_rnorm = rnorm(tl.sum(k * k, axis=0))
     qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
     weight_q, weight_k = weight * kq * q_scale, weight * kk * k_rnorm
-    corrected = ()
-    for t in tl.static_range(TILES):
+    outs = out + row * strides.out[0] + head * strides.out[1]
+    flush = length == L - 1
+    last = (oldest + length) % CAPACITY
+    for t in tl.range(TILES):
         m = first + t * M
-        v = tl.load(v_token + m, mask=m < P, other=0.0).to(tl.float32)
+        if AHEAD < TILES:
+            far = m + AHEAD * M
+            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
+            new_old = load_ring(d_entries + (t + AHEAD) * M, valid[:, None] & (far < end)[None, :], False)
+            new = new + (new_old, tl.load(v_token + far, mask=far < end, other=0.0))
         with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
         for c in tl.static_range(CHUNKS):
-            chunk = tiles[t * CHUNKS + c].to(tl.float32)
+            chunk = queue[c].to(tl.float32)
             with_k += chunk * k_decayed[c][None, :]
             with_q += chunk * q_decayed[c][None, :]
-        Sk = tl.sum(with_k, axis=1) * (decay * k_rnorm) + tl.sum(weight_k[:, None] * ds[t], axis=0)
-        Sq = tl.sum(with_q, axis=1) * (decay * q_scale) + tl.sum(weight_q[:, None] * ds[t], axis=0)
-        d = beta * (v - Sk)
-        outs = out + row * strides.out[0] + head * strides.out[1] + m
-        tl.store(outs, (Sq + d * qk).to(out.dtype.element_ty), mask=m < P)
-        corrected = corrected + (d,)
-
-    if length == L - 1:
-        # State and ring come a second time, from the caches: holding them until here would cost every row registers.
-        for c in tl.static_range(CHUNKS):
-            places = c * WIDTH + tl.arange(0, WIDTH)
-            k_now = load_vector(k_token, places, N, PADDED) * k_rnorm
-            if CHANNELS:
-                old_decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, places, N)
-            if L > 1:
-                k_chunk = load_ring(k_entries + places[None, :], valid[:, None] & (places < N)[None, :], False)
+        Sk = tl.sum(with_k, axis=1) * (decay * k_rnorm) + tl.sum(weight_k[:, None] * queue[CHUNKS], axis=0)
+        Sq = tl.sum(with_q, axis=1) * (decay * q_scale) + tl.sum(weight_q[:, None] * queue[CHUNKS], axis=0)
+        d = beta * (queue[CHUNKS + 1].to(tl.float32) - Sk)
+        tl.store(outs + m, (Sq + d * qk).to(out.dtype.element_ty), mask=m < end)
+        if flush:
+            moved, since = (), ()
+            for c in tl.static_range(CHUNKS):
+                columns = c * WIDTH + tl.arange(0, WIDTH)
+                now = (d * k_rnorm)[:, None] * load_vector(k_token, columns, N, PADDED)[None, :]
                 if CHANNELS:
-                    k_chunk *= exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, places, N, CAPACITY))
-            for t in tl.static_range(TILES):
-                rows = first + t * M
-                moved = corrected[t][:, None] * k_now[None, :]
-                if L > 1:
-                    d_entries = ring_d + entry[None, :] * ring_strides.d[2] + rows[:, None]
-                    d_old = load_ring(d_entries, valid[None, :] & (rows < P)[:, None], False) * weight[None, :]
-                    moved += tl.dot(d_old, k_chunk, input_precision="tf32x3")
-                place = states + t * M * ROW
-                before = load_state(place, c, rows, P, N, WIDTH, WHOLE).to(tl.float32)
-                if CHANNELS:
-                    moved += before * old_decays[None, :]
+                    decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N)
+                    moved = moved + (queue[c].to(tl.float32) * decays[None, :] + now,)
+                    since = since + (load_vector(g_token, columns, N, PADDED),)
                 else:
-                    moved += before * decay
-                store_state(place, c, rows, moved, P, N, WIDTH, WHOLE)
-        if (part == 0) & (head == 0):
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-    else:
-        last = (oldest + length) % CAPACITY
-        for t in tl.static_range(TILES):
-            rows = first + t * M
-            tl.store(ring_d + last * ring_strides.d[2] + rows, corrected[t], mask=rows < P)
-        if part == 0:
+                    moved = moved + (queue[c].to(tl.float32) * decay + now,)
+            if not CHANNELS:
+                since = g_now
+            for i in tl.range(0, L - 1):
+                # Newest first, so that the decay since then is a running sum.
+                at = (oldest + (L - 2 - i)) % CAPACITY
+                d_old = tl.load(ring_d + at * ring_strides.d[2] + m, mask=m < end, other=0.0)
+                d_old *= tl.load(ring_rnorm + at)
+                if not CHANNELS:
+                    d_old *= exp(since)
+                    since += tl.load(ring_g + at)
+                added, before = (), ()
+                for c in tl.static_range(CHUNKS):
+                    columns = c * WIDTH + tl.arange(0, WIDTH)
+                    k_one = load_vector(ring_k + at * ring_strides.k[2], columns, N, PADDED)
+                    if CHANNELS:
+                        k_one *= exp(since[c])
+                        before = before + (since[c] + load_vector(ring_g + at * ring_strides.g[2], columns, N, PADDED),)
+                    added = added + (moved[c] + d_old[:, None] * k_one[None, :],)
+                moved = added
+                if CHANNELS:
+                    since = before
+            store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
+        else:
+            tl.store(ring_d + last * ring_strides.d[2] + m, d, mask=m < end)
+        if AHEAD < TILES:
+            queue = shifted(queue, new, SIZE, AHEAD)
+    if part == 0:
+        if flush:
+            if head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        else:
             if CHANNELS:
                 g_vector = tl.load(g_token + n, mask=n < N, other=0.0)
                 tl.store(ring_g + last * ring_strides.g[2] + n, g_vector, mask=n < N)

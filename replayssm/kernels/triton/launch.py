@@ -9,7 +9,8 @@ from replayssm.geometry import Geometry
 
 @dataclass(frozen=True)
 class Launch:
-    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps.
+    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps, and asks for the tiles
+    ``ahead`` of the one it works on.
 
     ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
     warp reads. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it,
@@ -19,7 +20,8 @@ class Launch:
     rows: int
     tiles: int
     warps: int
-    lanes: int = 8
+    lanes: int = 32
+    ahead: int = 2
     eager: bool = False
 
     def __post_init__(self) -> None:
@@ -29,8 +31,9 @@ class Launch:
                 raise ValueError(f"{field}={value!r} is impossible; accepted: a power of two")
         if self.lanes > 32:
             raise ValueError(f"lanes={self.lanes} is impossible; accepted: at most 32, the threads of a warp")
-        if self.tiles < 1:
-            raise ValueError(f"tiles={self.tiles!r} is impossible; accepted: at least 1")
+        for field in ("tiles", "ahead"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)!r} is impossible; accepted: at least 1")
 
 
 def stored_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
@@ -60,14 +63,12 @@ class Cut:
     WIDTH: int
     M: int
     TILES: int
+    AHEAD: int
     PARTS: int
-    WHOLE: bool
 
     @classmethod
     def of(cls, geometry: Geometry, launch: Launch, state_bytes: int) -> Cut:
-        """``PADDED`` is N up to a power of two, cut into chunks of ``WIDTH``; ``PARTS`` programs share a head, and where
-        these cut it evenly, and N needs no padding, it is ``WHOLE``.
-        """
+        """``PADDED`` is N up to a power of two, cut into chunks of ``WIDTH``; ``PARTS`` programs share a head."""
         padded = power_of_two(geometry.state_dim)
         width = min(padded, launch.lanes * max(1, 16 // state_bytes))
         rows = min(launch.rows, power_of_two(geometry.head_dim))
@@ -81,6 +82,6 @@ class Cut:
             WIDTH=width,
             M=rows,
             TILES=tiles,
+            AHEAD=max(1, min(launch.ahead, tiles - 1)),
             PARTS=-(-geometry.head_dim // (rows * tiles)),
-            WHOLE=geometry.head_dim % (rows * tiles) == 0 and padded == geometry.state_dim,
         )

@@ -26,6 +26,7 @@ from replayssm.kernels.triton.tiles import (
     load_state,
     load_vector,
     ring_order,
+    shifted,
     store_state,
     sum_later,
 )
@@ -142,14 +143,22 @@ def _check_ring(layer: CacheLayer, g: Geometry, inputs: Inputs) -> _RingStrides:
 
 
 @triton.jit
-def _finish(y, x, inputs, strides, out, row, head, m, P: tl.constexpr):
-    """Skip connection, gate and the one rounding of some rows of an output."""
-    if inputs.D is not None:
-        y += tl.load(inputs.D + head) * x
+def _load_token(inputs, strides, row, head, m, end):
+    """``(x,)`` or ``(x, z)`` of the rows ``m``, in their dtype."""
+    token = (tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + m, mask=m < end, other=0.0),)
     if inputs.z is not None:
-        z = tl.load(inputs.z + row * strides.z[0] + head * strides.z[1] + m, mask=m < P, other=0.0).to(tl.float32)
-        y *= z / (1.0 + tl.exp(-z))
-    tl.store(out + row * strides.out[0] + head * strides.out[1] + m, y.to(out.dtype.element_ty), mask=m < P)
+        token = token + (tl.load(inputs.z + row * strides.z[0] + head * strides.z[1] + m, mask=m < end, other=0.0),)
+    return token
+
+
+@triton.jit
+def _finish(y, x, queue, Z: tl.constexpr, D, inputs, out, m, end):
+    """Skip connection, gate ``queue[Z]`` if there is one, and the one rounding of some rows of an output."""
+    y += D * x
+    if inputs.z is not None:
+        gate = queue[Z].to(tl.float32)
+        y *= gate / (1.0 + tl.exp(-gate))
+    tl.store(out + m, y.to(out.dtype.element_ty), mask=m < end)
 
 
 @triton.jit
@@ -167,8 +176,8 @@ def _stored_kernel(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROW: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -177,27 +186,40 @@ def _stored_kernel(
     if slot < 0:
         return
     CHUNKS: tl.constexpr = PADDED // WIDTH
+    SIZE: tl.constexpr = CHUNKS + 1 if inputs.z is None else CHUNKS + 2
     first = part * TILES * M + tl.arange(0, M)
+    end = tl.minimum(P, (part + 1) * TILES * M)
     states = state + slot * strides.state[0] + head * strides.state[1]
     states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    tiles = ()
-    for t in tl.static_range(TILES):
-        for c in tl.static_range(CHUNKS):
-            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
+    queue = ()
+    for t in tl.static_range(AHEAD):
+        m = first + t * M
+        queue = queue + load_state(states + t * M * ROW, m, end, N, CHUNKS, WIDTH)
+        queue = queue + _load_token(inputs, strides, row, head, m, end)
     group = head // SHARE
     Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], N, PADDED, WIDTH)
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], N, PADDED, WIDTH)
     dt = tl.load(inputs.dt + row * strides.dt[0] + head)
     decay = exp(tl.load(inputs.A + head) * dt)
-    for t in tl.static_range(TILES):
+    D = 0.0 if inputs.D is None else tl.load(inputs.D + head)
+    outs = out + row * strides.out[0] + head * strides.out[1]
+    for t in tl.range(TILES):
         m = first + t * M
-        x = tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + m, mask=m < P, other=0.0).to(tl.float32)
+        if AHEAD < TILES:
+            far = m + AHEAD * M
+            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
+            new = new + _load_token(inputs, strides, row, head, far, end)
+        x = queue[CHUNKS].to(tl.float32)
         product = tl.zeros((M, WIDTH), tl.float32)
+        moved = ()
         for c in tl.static_range(CHUNKS):
-            chunk = tiles[t * CHUNKS + c].to(tl.float32) * decay + (dt * x)[:, None] * Bs[c][None, :]
-            store_state(states + t * M * ROW, c, m, chunk, P, N, WIDTH, WHOLE)
+            chunk = queue[c].to(tl.float32) * decay + (dt * x)[:, None] * Bs[c][None, :]
             product += chunk * Cs[c][None, :]
-        _finish(tl.sum(product, axis=1), x, inputs, strides, out, row, head, m, P)
+            moved = moved + (chunk,)
+        store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
+        _finish(tl.sum(product, axis=1), x, queue, CHUNKS + 1, D, inputs, outs, m, end)
+        if AHEAD < TILES:
+            queue = shifted(queue, new, SIZE, AHEAD)
 
 
 @triton.jit
@@ -217,8 +239,8 @@ def _replay_kernel(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROW: tl.constexpr,
     L: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -234,78 +256,87 @@ def _replay_kernel(
     length = tl.load(ring.cursor + slot)
     oldest = tl.load(ring.origin + slot)
     CHUNKS: tl.constexpr = PADDED // WIDTH
+    SIZE: tl.constexpr = CHUNKS + 2 if inputs.z is None else CHUNKS + 3
     first = part * TILES * M + tl.arange(0, M)
+    end = tl.minimum(P, (part + 1) * TILES * M)
     states = state + slot * strides.state[0] + head * strides.state[1]
     states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
     tiles = ()
-    for t in tl.static_range(TILES):
-        for c in tl.static_range(CHUNKS):
-            tiles = tiles + (load_state(states + t * M * ROW, c, first + t * M, P, N, WIDTH, WHOLE),)
+    for t in tl.static_range(AHEAD):
+        tiles = tiles + (load_state(states + t * M * ROW, first + t * M, end, N, CHUNKS, WIDTH),)
 
     # The token, then the ring, all asked for before anything is used.
     B_token = inputs.B + row * strides.B[0] + group * strides.B[1]
     C_token = inputs.C + row * strides.C[0] + group * strides.C[1]
-    x_token = inputs.x + row * strides.x[0] + head * strides.x[1]
     Cs = load_chunks(C_token, N, PADDED, WIDTH)
     n = tl.arange(0, PADDED)
     C = load_vector(C_token, n, N, PADDED)
     B = load_vector(B_token, n, N, PADDED)
     A = tl.load(inputs.A + head)
     dt = tl.load(inputs.dt + row * strides.dt[0] + head)
+    D = 0.0 if inputs.D is None else tl.load(inputs.D + head)
     ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
     ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
     ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
     entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
+    dts = load_ring(ring_dt + entry, valid, EAGER)
     B_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
     Bs = load_ring(ring_B + entry[:, None] * ring_strides.B[2] + n[None, :], B_valid, EAGER and PADDED == N)
-    xs = ()
-    for t in tl.static_range(TILES):
+    x_entries = ring_x + entry[:, None] * ring_strides.x[2] + first[None, :]
+    queue = ()
+    for t in tl.static_range(AHEAD):
         m = first + t * M
-        entries = ring_x + entry[:, None] * ring_strides.x[2] + m[None, :]
-        xs = xs + (load_ring(entries, valid[:, None] & (m < P)[None, :], EAGER and WHOLE),)
-    dts = load_ring(ring_dt + entry, valid, EAGER)
+        old = load_ring(x_entries + t * M, valid[:, None] & (m < end)[None, :], False)
+        queue = queue + tiles[t] + (old,) + _load_token(inputs, strides, row, head, m, end)
 
     weight = dts * exp(A * (sum_later(dts, age) + dt))
     decay = exp(A * (tl.sum(dts, axis=0) + dt))
-    weight_BC = weight * tl.sum(Bs * C[None, :], axis=1)
+    weight_BC = weight * tl.sum(Bs.to(tl.float32) * C[None, :], axis=1)
     BC_token = dt * tl.sum(B * C, axis=0)
-    for t in tl.static_range(TILES):
+    outs = out + row * strides.out[0] + head * strides.out[1]
+    flush = length == L - 1
+    last = (oldest + length) % CAPACITY
+    for t in tl.range(TILES):
         m = first + t * M
-        x = tl.load(x_token + m, mask=m < P, other=0.0).to(tl.float32)
+        if AHEAD < TILES:
+            far = m + AHEAD * M
+            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
+            new = new + (load_ring(x_entries + (t + AHEAD) * M, valid[:, None] & (far < end)[None, :], False),)
+            new = new + _load_token(inputs, strides, row, head, far, end)
+        x = queue[CHUNKS + 1].to(tl.float32)
         product = tl.zeros((M, WIDTH), tl.float32)
         for c in tl.static_range(CHUNKS):
-            product += tiles[t * CHUNKS + c].to(tl.float32) * Cs[c][None, :]
-        y = decay * tl.sum(product, axis=1) + tl.sum(weight_BC[:, None] * xs[t], axis=0) + BC_token * x
-        _finish(y, x, inputs, strides, out, row, head, m, P)
-
-    if length == L - 1:
-        # State and ring come a second time, from the caches: holding them until here would cost every row registers.
-        for c in tl.static_range(CHUNKS):
-            columns = c * WIDTH + tl.arange(0, WIDTH)
-            B_chunk = load_vector(B_token, columns, N, PADDED)
-            if L > 1:
-                B_entries = ring_B + entry[:, None] * ring_strides.B[2] + columns[None, :]
-                B_old = load_ring(B_entries, valid[:, None] & (columns < N)[None, :], False)
-            for t in tl.static_range(TILES):
-                rows = first + t * M
-                x_now = tl.load(x_token + rows, mask=rows < P, other=0.0).to(tl.float32)
-                moved = (dt * x_now)[:, None] * B_chunk[None, :]
-                if L > 1:
-                    x_entries = ring_x + entry[None, :] * ring_strides.x[2] + rows[:, None]
-                    x_old = load_ring(x_entries, valid[None, :] & (rows < P)[:, None], False) * weight[None, :]
-                    moved += tl.dot(x_old, B_old, input_precision="tf32x3")
-                place = states + t * M * ROW
-                moved += load_state(place, c, rows, P, N, WIDTH, WHOLE).to(tl.float32) * decay
-                store_state(place, c, rows, moved, P, N, WIDTH, WHOLE)
-        if (part == 0) & (head == 0):
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-    else:
-        last = (oldest + length) % CAPACITY
-        for t in tl.static_range(TILES):
-            rows = first + t * M
-            x_raw = tl.load(x_token + rows, mask=rows < P, other=0.0)
-            tl.store(ring_x + last * ring_strides.x[2] + rows, x_raw, mask=rows < P)
-        if part == 0:
+            product += queue[c].to(tl.float32) * Cs[c][None, :]
+        y = decay * tl.sum(product, axis=1) + tl.sum(weight_BC[:, None] * queue[CHUNKS].to(tl.float32), axis=0)
+        _finish(y + BC_token * x, x, queue, CHUNKS + 2, D, inputs, outs, m, end)
+        if flush:
+            moved = ()
+            for c in tl.static_range(CHUNKS):
+                now = load_vector(B_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED)
+                moved = moved + (queue[c].to(tl.float32) * decay + (dt * x)[:, None] * now[None, :],)
+            since = dt
+            for i in tl.range(0, L - 1):
+                # Newest first, so that the time that passed since is a running sum.
+                at = (oldest + (L - 2 - i)) % CAPACITY
+                dt_old = tl.load(ring_dt + at)
+                x_old = tl.load(ring_x + at * ring_strides.x[2] + m, mask=m < end, other=0.0).to(tl.float32)
+                weighted = dt_old * exp(A * since) * x_old
+                added = ()
+                for c in tl.static_range(CHUNKS):
+                    B_old = load_vector(ring_B + at * ring_strides.B[2], c * WIDTH + tl.arange(0, WIDTH), N, PADDED)
+                    added = added + (moved[c] + weighted[:, None] * B_old[None, :],)
+                moved = added
+                since += dt_old
+            store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
+        else:
+            tl.store(ring_x + last * ring_strides.x[2] + m, queue[CHUNKS + 1], mask=m < end)
+        if AHEAD < TILES:
+            queue = shifted(queue, new, SIZE, AHEAD)
+    if part == 0:
+        if flush:
+            if head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        else:
             tl.store(ring_dt + last, dt)
             if head % SHARE == 0:
                 B_raw = tl.load(B_token + n, mask=n < N, other=0.0)

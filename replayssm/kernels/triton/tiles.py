@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 @triton.jit
 def exp(x):
     """e^x for x <= 0, to about one unit in the last place; the hardware's own is off by several.
@@ -64,26 +63,38 @@ def load_chunks(pointer, N: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def load_state(pointers, c: tl.constexpr, m, P: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Chunk ``c`` of the rows ``m``, in the state's dtype; ``pointers [M,WIDTH]`` to their first one, ``WHOLE`` if all exist."""
-    if WHOLE:
-        return tl.load(pointers + c * WIDTH)
-    else:
-        n = c * WIDTH + tl.arange(0, WIDTH)
-        return tl.load(pointers + c * WIDTH, mask=(m < P)[:, None] & (n < N)[None, :], other=0.0)
+def load_state(pointers, m, end, N: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``m`` before ``end`` as a tuple of chunks, in the state's dtype; ``pointers [M,WIDTH]`` to their first one.
+
+    Other rows hold anything; columns behind N are zero.
+    """
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        if CHUNKS * WIDTH == N:
+            chunks = chunks + (tl.load(pointers + c * WIDTH, mask=(m < end)[:, None]),)
+        else:
+            mask = (m < end)[:, None] & (c * WIDTH + tl.arange(0, WIDTH) < N)[None, :]
+            chunks = chunks + (tl.load(pointers + c * WIDTH, mask=mask, other=0.0),)
+    return chunks
 
 
 @triton.jit
-def store_state(
-    pointers, c: tl.constexpr, m, chunk, P: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
-):
+def shifted(queue, new, SIZE: tl.constexpr, LENGTH: tl.constexpr):
+    """A flat queue of LENGTH groups of SIZE without its first group, and with ``new`` at its end."""
+    result = ()
+    for i in tl.static_range(SIZE, SIZE * LENGTH):
+        result = result + (queue[i],)
+    return result + new
+
+
+@triton.jit
+def store_state(pointers, m, end, chunks, N: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
     """Write what `load_state` reads, rounded to the state's dtype."""
-    chunk = chunk.to(pointers.dtype.element_ty)
-    if WHOLE:
-        tl.store(pointers + c * WIDTH, chunk)
-    else:
-        n = c * WIDTH + tl.arange(0, WIDTH)
-        tl.store(pointers + c * WIDTH, chunk, mask=(m < P)[:, None] & (n < N)[None, :])
+    for c in tl.static_range(CHUNKS):
+        mask = (m < end)[:, None]
+        if CHUNKS * WIDTH != N:
+            mask = mask & (c * WIDTH + tl.arange(0, WIDTH) < N)[None, :]
+        tl.store(pointers + c * WIDTH, chunks[c].to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -100,11 +111,11 @@ def ring_order(length, oldest, RING: tl.constexpr, CAPACITY: tl.constexpr, EAGER
 
 @triton.jit
 def load_ring(pointers, valid, EAGER: tl.constexpr):
-    """Ring values in float32, zero where ``valid`` is false."""
+    """Ring values in the ring's dtype, zero where ``valid`` is false."""
     if EAGER:
-        return tl.where(valid, tl.load(pointers).to(tl.float32), 0.0)
+        return tl.where(valid, tl.load(pointers), 0.0).to(pointers.dtype.element_ty)
     else:
-        return tl.load(pointers, mask=valid, other=0.0).to(tl.float32)
+        return tl.load(pointers, mask=valid, other=0.0)
 
 
 @triton.jit
