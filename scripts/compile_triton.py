@@ -77,14 +77,17 @@ def compiled(architecture: int, call: Any) -> Any:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """``registers`` a thread, ``stack`` and ``local`` bytes a thread (spills), ``shared`` bytes, as the assembler says."""
+    """``registers`` a thread, ``stack`` and ``local`` bytes a thread (spills), as the assembler says."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text))
-    return {long: int(found[short]) for short, long in zip(("REG", "STACK", "LOCAL"), ("registers", "stack", "local"))}
+    return {
+        long: int(found[short])
+        for short, long in zip(("REG", "STACK", "LOCAL"), ("registers", "stack", "local"), strict=True)
+    }
 
 
 def calls(

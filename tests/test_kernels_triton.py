@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain recurrence in float64: on a GPU where there is one, else in Triton's interpreter.
+"""The Triton kernels against the plain recurrence in float64: on a GPU where there is one, else interpreted.
 
 A case puts every row at another point of its flush cycle, on scattered slots, in rings that start at different entries;
 whatever a step has no business with holds NaN, in inputs of padding rows too, and must be the same bits afterwards.

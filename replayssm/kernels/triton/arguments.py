@@ -15,7 +15,7 @@ WIDE = (torch.float32,)
 
 
 def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
-    """The strides of all axes but the last, which has to be contiguous; one-line ``ValueError`` if a tensor is wrong."""
+    """The strides of all axes but the last, which has to be contiguous; one-line ``ValueError`` if it is wrong."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; accepted: {', '.join(map(str, dtypes))}")
     if tuple(tensor.shape) != shape:
@@ -34,7 +34,7 @@ def check_place(tensors: dict[str, Tensor | None], device: torch.device) -> None
 
 
 def check_layer(layer: CacheLayer, family: str) -> None:
-    """Raises ``ValueError`` for a layer of another family, with a window, or with a ring for the fold from raw inputs."""
+    """Raises ``ValueError`` for a layer of another family, with a window, or with a ring for folds from raw inputs."""
     if layer.family != family:
         raise ValueError(f"layer is of family {layer.family}; accepted: {family}")
     if layer.window is not None:

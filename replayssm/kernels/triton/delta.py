@@ -2,11 +2,12 @@
 
 The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key channel, which then belongs to the key
 side of every product. Program ``(row, head, part)`` owns some rows of one head's state. S.q and S.k come from one pass
-over them, with q and k as they arrived; norms and decays are scalars applied afterwards, so that nothing waits for them.
+over them, with q and k as they arrived; norms and decays are scalars applied afterwards, so nothing waits for them.
 The products of the ring's keys with q and k are computed by every program of a head anew.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: RUF005, SIM108 (Triton has neither unpacking into tuples nor conditional expressions over tensors)
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
 from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
+    UNROLL,
     exp,
     load_chunks,
     load_ring,
@@ -85,6 +87,7 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
             ROW=state.stride(2),
             CHANNELS=family == "kda",
             num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
 
 
@@ -116,12 +119,11 @@ def replay_step(
             RING=max(16, power_of_two(layer.capacity)),
             EAGER=launch.eager and family == "gdn",
             num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
 
 
-def _check(
-    family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor
-) -> tuple[_Strides, Geometry]:
+def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_Strides, Geometry]:
     _, H, V, K = state.shape
     rows, HK = inputs.k.shape[:2]
     kind = (inputs.v.dtype,)
@@ -309,16 +311,19 @@ def _replay_kernel(
         weight = rnorms
         decay = 1.0
         kq, kk = tl.zeros((RING,), tl.float32), tl.zeros((RING,), tl.float32)
-        q_decayed, k_decayed = (), ()
+        q_decayed, k_decayed, ring_keys, decays = (), (), (), ()
         for c in tl.static_range(CHUNKS):
             columns = c * WIDTH + tl.arange(0, WIDTH)
             k_old = load_ring(k_entries + columns[None, :], valid[:, None] & (columns < N)[None, :], False)
-            k_old = k_old.to(tl.float32) * exp(_later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY))
+            k_old = k_old.to(tl.float32) * exp(
+                _later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY)
+            )
             kq += tl.sum(k_old * load_vector(q_token, columns, N, PADDED)[None, :], axis=1)
             kk += tl.sum(k_old * load_vector(k_token, columns, N, PADDED)[None, :], axis=1)
-            decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N)
-            q_decayed = q_decayed + (qs[c] * decays,)
-            k_decayed = k_decayed + (ks[c] * decays,)
+            decays = decays + (_decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N),)
+            q_decayed = q_decayed + (qs[c] * decays[c],)
+            k_decayed = k_decayed + (ks[c] * decays[c],)
+            ring_keys = ring_keys + (k_old,)
     else:
         g_now = tl.load(g_token)
         gs = load_ring(ring_g + entry, valid, EAGER)
@@ -351,37 +356,33 @@ def _replay_kernel(
         d = beta * (queue[CHUNKS + 1].to(tl.float32) - Sk)
         tl.store(outs + m, (Sq + d * qk).to(out.dtype.element_ty), mask=m < end)
         if flush:
-            moved, since = (), ()
-            for c in tl.static_range(CHUNKS):
-                columns = c * WIDTH + tl.arange(0, WIDTH)
-                now = (d * k_rnorm)[:, None] * load_vector(k_token, columns, N, PADDED)[None, :]
-                if CHANNELS:
-                    decays = _decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N)
-                    moved = moved + (queue[c].to(tl.float32) * decays[None, :] + now,)
-                    since = since + (load_vector(g_token, columns, N, PADDED),)
-                else:
-                    moved = moved + (queue[c].to(tl.float32) * decay + now,)
-            if not CHANNELS:
-                since = g_now
-            for i in tl.range(0, L - 1):
-                # Newest first, so that the decay since then is a running sum.
-                at = (oldest + (L - 2 - i)) % CAPACITY
-                d_old = tl.load(ring_d + at * ring_strides.d[2] + m, mask=m < end, other=0.0)
-                d_old *= tl.load(ring_rnorm + at)
-                if not CHANNELS:
-                    d_old *= exp(since)
-                    since += tl.load(ring_g + at)
-                added, before = (), ()
+            moved = ()
+            if CHANNELS:
+                # The decayed keys are at hand: tensor cores, three tf32 products for one in float32.
+                weighted = tl.trans(weight[:, None] * queue[CHUNKS])
                 for c in tl.static_range(CHUNKS):
-                    columns = c * WIDTH + tl.arange(0, WIDTH)
-                    k_one = load_vector(ring_k + at * ring_strides.k[2], columns, N, PADDED)
-                    if CHANNELS:
-                        k_one *= exp(since[c])
-                        before = before + (since[c] + load_vector(ring_g + at * ring_strides.g[2], columns, N, PADDED),)
-                    added = added + (moved[c] + d_old[:, None] * k_one[None, :],)
-                moved = added
-                if CHANNELS:
-                    since = before
+                    k_now = load_vector(k_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED) * k_rnorm
+                    chunk = queue[c].to(tl.float32) * decays[c][None, :] + d[:, None] * k_now[None, :]
+                    if L > 1:
+                        chunk += tl.dot(weighted, ring_keys[c], input_precision="tf32x3")
+                    moved = moved + (chunk,)
+            else:
+                for c in tl.static_range(CHUNKS):
+                    k_now = load_vector(k_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED) * k_rnorm
+                    moved = moved + (queue[c].to(tl.float32) * decay + d[:, None] * k_now[None, :],)
+                since = g_now
+                for i in tl.range(0, L - 1, loop_unroll_factor=UNROLL):
+                    # Newest first, so that the decay since then is a running sum.
+                    at = (oldest + (L - 2 - i)) % CAPACITY
+                    d_old = tl.load(ring_d + at * ring_strides.d[2] + m, mask=m < end, other=0.0)
+                    d_old *= tl.load(ring_rnorm + at) * exp(since)
+                    since += tl.load(ring_g + at)
+                    added = ()
+                    for c in tl.static_range(CHUNKS):
+                        columns = c * WIDTH + tl.arange(0, WIDTH)
+                        k_one = load_vector(ring_k + at * ring_strides.k[2], columns, N, PADDED)
+                        added = added + (moved[c] + d_old[:, None] * k_one[None, :],)
+                    moved = added
             store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
         else:
             tl.store(ring_d + last * ring_strides.d[2] + m, d, mask=m < end)
@@ -405,7 +406,7 @@ def _replay_kernel(
 
 @triton.jit
 def _later(ring_g, stride, g_token, entry, age, length, n, N: tl.constexpr, CAPACITY: tl.constexpr):
-    """``[RING,n]``: for ring token j, in time order, the log decay of all tokens behind it, the current one included."""
+    """``[RING,n]``: for ring token j, in time order, the log decay of all tokens behind it, up to the current one."""
     pointers = ring_g + ((entry + 1) % CAPACITY)[:, None] * stride + n[None, :]
     after = tl.load(pointers, mask=(age + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
     g_now = tl.load(g_token + n, mask=n < N, other=0.0)

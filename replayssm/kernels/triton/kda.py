@@ -1,4 +1,4 @@
-"""KDA in Triton: the stored-state step and the replay step, with one log decay a key channel; the kernels are those of `delta`."""
+"""KDA in Triton: stored-state and replay step, one log decay a key channel; the kernels are those of `delta`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ __all__ = ["replay_step", "stored_step"]
 def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
     """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
 
-    ``state [S,H,V,K]``, ``out [B,H,V]``, ``slots [B]`` int64, -1 for padding; of ``inputs`` g ``[B,H,K]``, beta ``[B,H]`` in
+    ``state [S,H,V,K]``, ``out [B,H,V]``, ``slots [B]`` int64, -1 for padding; g ``[B,H,K]`` and beta ``[B,H]`` of ``inputs``
     float32. Mutates ``out`` and ``state``; raises ``ValueError``, one line, on tensors it does not take.
     """
     delta.stored_step("kda", out, state, inputs, slots, launch)
 
 
-def replay_step(
-    out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None
-) -> None:
+def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
     Rows with a full ring fold ring and token into the checkpoint, from d, and count the flush; the others append the

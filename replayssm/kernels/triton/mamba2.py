@@ -5,6 +5,7 @@ program computes these itself, from a ring that the group's programs find in L2:
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: RUF005, SIM108 (Triton has neither unpacking into tuples nor conditional expressions over tensors)
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
 from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
+    UNROLL,
     exp,
     load_chunks,
     load_ring,
@@ -70,16 +72,23 @@ def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launc
     """
     strides, geometry = _check(out, state, inputs, slots)
     rows, size = len(slots), state.element_size()
-    cut = Cut.of(geometry, launch or stored_launch(geometry, rows, size), size)
-    warps = (launch or stored_launch(geometry, rows, size)).warps
+    launch = launch or stored_launch(geometry, rows, size)
+    cut = Cut.of(geometry, launch, size)
     if rows:
-        grid = (cut.PARTS * cut.H * rows,)
-        _stored_kernel[grid](out, state, inputs, slots, strides, **asdict(cut), ROW=state.stride(2), num_warps=warps)
+        _stored_kernel[(cut.PARTS * cut.H * rows,)](
+            out,
+            state,
+            inputs,
+            slots,
+            strides,
+            **asdict(cut),
+            ROW=state.stride(2),
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
 
 
-def replay_step(
-    out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None
-) -> None:
+def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
     Rows with a full ring fold ring and token into the checkpoint and count the flush; the others append the token.
@@ -108,6 +117,7 @@ def replay_step(
             RING=max(16, power_of_two(layer.capacity)),
             EAGER=launch.eager,
             num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
 
 
@@ -315,7 +325,7 @@ def _replay_kernel(
                 now = load_vector(B_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED)
                 moved = moved + (queue[c].to(tl.float32) * decay + (dt * x)[:, None] * now[None, :],)
             since = dt
-            for i in tl.range(0, L - 1):
+            for i in tl.range(0, L - 1, loop_unroll_factor=UNROLL):
                 # Newest first, so that the time that passed since is a running sum.
                 at = (oldest + (L - 2 - i)) % CAPACITY
                 dt_old = tl.load(ring_dt + at)
