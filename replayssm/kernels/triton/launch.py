@@ -9,13 +9,13 @@ from replayssm.geometry import Geometry
 
 @dataclass(frozen=True)
 class Launch:
-    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps, and loads ``ahead``
+    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps, loading ``ahead``
     tiles in advance.
 
     ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
     warp reads. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it,
-    since its vector decays must be summed in time order. ``registers`` caps those of a thread: folds want many, reads do
-    not need them. Raises ``ValueError`` on numbers that Triton cannot take.
+    since its vector decays must be summed in time order. ``registers`` caps those of a thread: folds want many, reads
+    do not need them. Raises ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int

@@ -5,7 +5,7 @@ program computes these itself, from a ring that the group's programs find in L2:
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: RUF005, SIM108 (Triton has neither unpacking into tuples nor conditional expressions over tensors)
+# ruff: noqa: RUF005 (Triton has no unpacking into tuples)
 
 from __future__ import annotations
 

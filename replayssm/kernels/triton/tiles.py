@@ -1,6 +1,6 @@
 """What the kernels share: tiles of a state, rings, an exponential.
 
-A tile of M rows of a state ``[P,N]`` is held as a tuple of chunks ``[M, WIDTH]``, as wide as the lanes load at once. All
+A tile of M rows of a state ``[P,N]`` is held as a tuple of chunks ``[M, WIDTH]``, what the lanes load at once. All
 chunks of all tiles lie at fixed distances from one pointer a thread, which the loads take as part of the instruction;
 and a product with a vector adds up over chunks within a thread and only over WIDTH among lanes.
 
@@ -9,7 +9,7 @@ reads whole rings; what is not valid is replaced before any arithmetic, so that 
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: RUF005, SIM108 (Triton has neither unpacking into tuples nor conditional expressions over tensors)
+# ruff: noqa: RUF005 (Triton has no unpacking into tuples)
 
 from __future__ import annotations
 
