@@ -46,7 +46,9 @@ def stored_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     """Default for a stored step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 at batch 1 to 256."""
     if state_bytes >= 4:
         return Launch(rows=8, tiles=1, warps=1, lanes=32)
-    return Launch(rows=64 if geometry.head_dim % 64 == 0 else 16, tiles=1, warps=4, lanes=8)
+    if geometry.head_dim % 64 == 0:
+        return Launch(rows=64, tiles=1, warps=4, lanes=8)
+    return Launch(rows=16, tiles=-(-geometry.head_dim // 16), warps=2, lanes=16)
 
 
 def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int, interval_length: int) -> Launch:
