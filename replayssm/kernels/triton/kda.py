@@ -18,6 +18,7 @@ def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launc
     ``state [S,H,V,K]``, ``out [B,H,V]``, ``slots [B]`` int64, -1 for padding; of ``inputs``, g ``[B,H,K]`` and
     beta ``[B,H]`` are float32. Mutates ``out`` and ``state``; raises ``ValueError``, one line, on tensors it does
     not take.
+    """
     delta.stored_step("kda", out, state, inputs, slots, launch)
 
 
