@@ -228,6 +228,15 @@ def test_a_recorded_case_is_not_run_again_and_a_torn_tail_is_reported(fresh: Tre
     assert "recorded already" in fresh.experiment(*QUICK).out
 
 
+def test_two_runs_at_once_measure_once(fresh: Tree) -> None:
+    both = [fresh.start("experiments.kernel", *QUICK, f"records={fresh.records}") for _ in range(2)]
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    (second,) = (out for out in outputs if "recorded already" in out)
+    assert "waiting for its end" in second
+    assert [line["status"] for line in fresh.lines()] == ["ok", "ok"]
+
+
 def test_changed_sources_of_an_arm_are_measured_again(fresh: Tree) -> None:
     assert fresh.experiment(*QUICK).code == 0
     before = contents(fresh.records)
@@ -255,7 +264,8 @@ def test_a_case_that_cannot_fit_is_not_tried(fresh: Tree) -> None:
     assert done.out.count("not tried") == 2
     assert [line["status"] for line in fresh.lines()] == ["oom", "oom"]
     assert all(line["message"].endswith("not tried") and line["peak_memory_bytes"] is None for line in fresh.lines())
-    assert "recorded already" not in fresh.experiment(*QUICK, "batch_size=1000000", "model.ssm.head_dim=4096").out  # memory may be free by then
+    # Memory may be free by then.
+    assert "recorded already" not in fresh.experiment(*QUICK, "batch_size=1000000", "model.ssm.head_dim=4096").out
 
 
 ARM = '''"""Stored, but for one thing."""
