@@ -215,7 +215,8 @@ def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, st
                 ax.text(0.035 * right, y, row.status, va="center", fontsize=7, color=style.FAILED)
                 y -= 1
                 continue
-            low, high = (row.gb_per_s * bound / row.share for bound in (row.low, row.high))
+            # The ratio first: it is exactly 1 where a bound is the estimate, and a bar must not be negative.
+            low, high = (row.gb_per_s * (bound / row.share) for bound in (row.low, row.high))
             ax.plot([row.gb_per_s, row.roof_gb_per_s], [y, y], color=looks[row.arm]["color"], lw=1.2, alpha=0.45)
             ax.plot(row.roof_gb_per_s, y, ls="", marker="|", ms=9, mew=2, color=style.INK, zorder=3)
             bars = [[row.gb_per_s - low], [high - row.gb_per_s]]

@@ -347,6 +347,13 @@ def roofs_of(folder, *groups):
     ).axes
 
 
+def test_an_interval_of_one_round_has_no_negative_bar(tmp_path):
+    """Its bounds are the estimate; these rows are such that rounding once put a bound on the wrong side."""
+    one_round = case(timing={**case()["timing"], "rounds": 1})
+    for seed in (12, 21, 35):
+        assert roofs_of(tmp_path / str(seed), group(one_round, seed=seed, noise=0.001))
+
+
 def test_points_of_one_process_are_hollow_and_the_legend_says_why(tmp_path):
     of = case(batch=8)
     groups = [*(group(replicate=r, seed=r) for r in range(2)), group(of)]
