@@ -387,7 +387,7 @@ def test_bandwidth_kernels() -> None:
 
 def test_scale_reaches_every_float() -> None:
     """A read-modify-write kernel that skipped memory would make the roof too high."""
-    for parts, streams, floats in ((2, 1, 64), (1, 2, 64), (3, 2, 32)):
+    for parts, streams, floats in ((2, 1, 64), (1, 2, 64), (3, 2, 32), (2, 4, 48)):
         buffer = torch.ones(parts * streams * floats + 1)
         bandwidth._scale(buffer.data_ptr(), parts, streams, floats, np.float32(3))
         assert (buffer[:-1] == 3).all()
