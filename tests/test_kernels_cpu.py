@@ -177,6 +177,24 @@ def test_skip_and_gate(D: bool, z: bool) -> None:
     assert all(errors.within_budget for name, errors in run.errors.items() if name != "d")
 
 
+@pytest.mark.parametrize(
+    "geometry",
+    [Geometry("mamba2", 10, 2, 5, 19), Geometry("mamba2", 9, 1, 5, 128), Geometry("gdn", 10, 5, 5, 128)],
+    ids=lambda g: f"{g.family} {g.heads}",
+)
+def test_many_heads_of_a_row_in_one_task(geometry: Geometry) -> None:
+    """With one thread a task takes all heads of a row, several at a time, over group borders and with a rest."""
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        run = Decoding(geometry, 4, torch.bfloat16)
+        for inputs in make_inputs(geometry, ROWS, 9, dtype=torch.bfloat16, seed=7):
+            run.step(inputs, [0, 2, 3])
+    finally:
+        numba.set_num_threads(threads)
+    assert all(errors.within_budget for errors in run.errors.values() if errors.kernel)
+
+
 @pytest.mark.parametrize("fault", ["zero", "stale", "unrounded sign"])
 def test_budget_refuses_wrong_outputs(fault: str) -> None:
     """The comparison itself: what a broken kernel would leave is far outside of the budget."""
