@@ -32,7 +32,7 @@ GATES = {
     "case hash": "the hash is not that of the case: one of the two was changed",
     "group": "the records of one group contradict each other",
     "incomplete": "an arm of the group has no record",
-    "superseded": "another complete group measured the same, and is newer or passed every gate",
+    "superseded": "another complete group measured the same, and is newer, passed every gate or found an arm incorrect",
     "rounds": "fewer samples than rounds",
     "whole cycles": "a sample is no whole number of flush cycles of all copies",
     "cold state": "the rotated copies do not exceed the last-level cache five times",

@@ -2,7 +2,8 @@
 
 Nothing is dropped silently: a line that cannot be parsed, a record that fails a gate and a group that was measured
 again each leave an ``Exclusion``. Gates come first, so that a newer group that one of them refuses hides no older one
-that passed. The order of files and lines does not matter.
+that passed; unless an arm of it gave wrong results, which no gate of its times takes back: then the newer group stands,
+and shows the failure in place of the older speedup. The order of files and lines does not matter.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ Pair = tuple[Record, str]
 
 @dataclass(frozen=True)
 class Gated:
-    """A complete group after its gates: the records that passed and those that failed to run; ``whole`` if all did."""
+    """A complete group after its gates: the records that passed and those that failed to run; ``stands`` if those are
+    all, or if an arm was incorrect.
+    """
 
     group: list[Pair]
     passed: list[Pair]
-    whole: bool
+    stands: bool
 
 
 @dataclass
@@ -170,11 +173,12 @@ def _gated(group: list[Pair], evidence: Evidence) -> Gated:
     if timed and (faults := timing_faults([r for r, _ in timed])):
         _exclude(evidence, timed, faults)
         timed = []
-    return Gated(group, timed + lost, len(timed + lost) == len(group))
+    incorrect = any(r.status == "incorrect" for r, _ in lost)
+    return Gated(group, timed + lost, incorrect or len(timed + lost) == len(group))
 
 
 def _newest(groups: list[Gated], evidence: Evidence) -> list[Pair]:
-    """What passed of one group of each case, device, replicate and set of arms: whole ones before others, then newest.
+    """What passed of one group of each case, device, replicate and set of arms: those that stand first, then newest.
 
     Replicates of different sources of an arm are not one experiment: only those of the first group's sources stay.
     """
@@ -195,7 +199,7 @@ def _newest(groups: list[Gated], evidence: Evidence) -> list[Pair]:
 
 
 def _preference(gated: Gated) -> tuple[bool, str, str]:
-    return (gated.whole, max(r.started_utc for r, _ in gated.group), gated.group[0][0].group)
+    return (gated.stands, max(r.started_utc for r, _ in gated.group), gated.group[0][0].group)
 
 
 def _order(record: Record) -> tuple[str, ...]:

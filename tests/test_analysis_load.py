@@ -204,6 +204,26 @@ def test_a_newer_failure_is_no_refusal(tmp_path):
     assert {r.group for r in evidence.records} == {"new"}
 
 
+@pytest.mark.parametrize("older_sources", [True, False], ids=["other sources", "same sources"])
+@pytest.mark.parametrize("refused", ["A/A", "one record"])
+def test_a_newer_incorrect_arm_supersedes_older_speedups_whatever_the_gates_say(tmp_path, refused, older_sources):
+    old = [group(name=f"old{r}", replicate=r, started=f"2026-11-29T10:0{r}:00Z") for r in range(2)]
+    if older_sources:
+        old = [edit(records, "replay/cpu", arm_hash="f" * 16) for records in old]
+    bias = 1.1 if refused == "A/A" else 1.0
+    new = group(name="new", aa_bias=bias, failed={"replay/cpu": "incorrect"}, started="2026-11-29T12:00:00Z")
+    if refused == "one record":
+        new = edit(new, "replay/torch", device_state={"throttled": True})
+    evidence = load([write(tmp_path, *old, new)])
+    assert [(r.group, r.arm, r.status) for r in evidence.failures] == [("new", "replay/cpu", "incorrect")]
+    shown = {r.group for r in evidence.records}
+    assert "old0" not in shown
+    assert ("old1" in shown) == (not older_sources)  # a replicate of the same sources stays beside the failure
+    assert ("superseded", "old0") in {(e.gate, e.group) for e in evidence.exclusions}
+    frame = tables.build(evidence)["failures"]
+    assert list(frame["status"]) == ["incorrect"]
+
+
 def test_refused_replicates_of_newer_sources_hide_no_older_ones(tmp_path):
     old = edit(group(name="old", started="2026-11-29T10:00:00Z"), "replay/cpu", arm_hash="f" * 16)
     new = group(name="new", replicate=1, aa_bias=1.1, started="2026-11-29T12:00:00Z")
