@@ -24,27 +24,21 @@ PARTS_PER_THREAD = 1
 """A row is split into this many tasks for each thread."""
 TASKS_PER_THREAD = 4
 """And into more where the whole batch would give a thread fewer tasks than this."""
-STREAMS = 4
-"""Heads that a task reads at a time."""
-CONFIG: dict[str, Any] = {
+SHARED_CONFIG: dict[str, Any] = {
     "lanes": WIDTH,
     "row_in_registers": ROW,
     "parts_per_thread": PARTS_PER_THREAD,
     "tasks_per_thread": TASKS_PER_THREAD,
-    "prefetch": "ring",
-    "chosen": (
-        "by medians of interleaved runs at batch 64 on a 2-core CPU; several heads at a time were tried for both "
-        "Mamba-2 steps and for reads of GDN and KDA, not for their stored step"
-    ),
+    "prefetch": "ring and output",
 }
-"""The launch configuration, one for stored and replay steps, as a record keeps it."""
+"""What all steps of all families share of their launch configuration, as a record keeps it."""
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Sizes(NamedTuple):
     """Lengths that a kernel runs over, with P, N for V, K too; ``*_padded`` are whole vectors of sixteen.
 
-    ``narrow`` is 1 for bfloat16 activations and ring, ``floats`` a thread's scratch.
+    ``narrow`` is 1 for bfloat16 activations and ring, ``floats`` a head's scratch.
     """
 
     rows: int
@@ -102,7 +96,7 @@ def sizes_of(
 ) -> Sizes:
     """Sizes of a step on ``state [S,H,P,N]``, of a replay step where ``layer`` is given.
 
-    ``vectors`` counts a thread's scratch vectors of length P, N and interval length; for each token of the interval one
+    ``vectors`` counts a head's scratch vectors of length P, N and interval length; for each token of the interval one
     of P and one of N come on top. Raises ``ValueError`` for what the kernels do not do.
     """
     if dtype not in INPUT_DTYPES:
@@ -213,13 +207,13 @@ def entry(at: int, j: int, oldest: int, capacity: int) -> int:
 
 
 @inlined
-def new_scratch(sizes: Sizes) -> np.ndarray:
+def new_scratch(sizes: Sizes, heads_at_a_time: int) -> np.ndarray:
     """Uninitialised float32 for all threads, with room to start at a cache line."""
-    return np.empty(STREAMS * sizes.threads * sizes.floats + WIDTH, np.float32)
+    return np.empty(heads_at_a_time * sizes.threads * sizes.floats + WIDTH, np.float32)
 
 
 @inlined
-def own_scratch(scratch: np.ndarray, sizes: Sizes) -> Any:
+def own_scratch(scratch: np.ndarray, sizes: Sizes, heads_at_a_time: int) -> Any:
     """The calling thread's part, at a cache line; ``scratch`` must outlive its use."""
     first = (scratch.ctypes.data + LINE - 1) // LINE * LINE
-    return pointer(first + 4 * STREAMS * sizes.floats * get_thread_id(), FLOAT32)
+    return pointer(first + 4 * heads_at_a_time * sizes.floats * get_thread_id(), FLOAT32)

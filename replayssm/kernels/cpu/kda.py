@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm.kernels.cpu import delta
-from replayssm.kernels.cpu.arguments import CONFIG
+from replayssm.kernels.cpu.delta import CONFIG
 
 __all__ = ["CONFIG", "replay_step", "stored_step"]
 

@@ -1,9 +1,9 @@
 """Mamba-2 on a CPU: the stored-state step and the replay step, float32 state, bfloat16 or float32 inputs and ring.
 
-A task (see `arguments`) walks the states of its heads row by row in memory order, each row of N floats once: one
-sequential stream a thread is what hardware prefetchers follow best. What lies elsewhere, the ring, is asked for ahead.
-B, C and the ring's products B_j . C are prepared once a group. The formulas are those of `replayssm.recurrence.mamba2`,
-of which nothing is imported.
+A task (see `arguments`) walks the states of its heads row by row in memory order, each row of N floats once; a read
+walks four heads that lie far apart at a time. What lies elsewhere, the ring and the output, is asked for ahead. B, C
+and the ring's products B_j . C are prepared once a group. The formulas are those of `replayssm.recurrence.mamba2`, of
+which nothing is imported.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from replayssm.kernels.cpu.arguments import (
-    CONFIG,
-    STREAMS,
+    SHARED_CONFIG,
     Place,
     Sizes,
     address,
@@ -70,6 +69,19 @@ from replayssm.kernels.cpu.lanes import (
 )
 
 __all__ = ["CONFIG", "replay_step", "stored_step"]
+
+HEADS_READ = 4
+"""Heads that a task of a replay step reads at a time."""
+CONFIG: dict[str, Any] = {
+    **SHARED_CONFIG,
+    "heads_at_a_time": {"stored": 1, "read": HEADS_READ, "fold": 1},
+    "rows_at_a_time": {"stored": 1, "read": 1, "fold": 2},
+    "chosen": (
+        "by medians of interleaved runs at batch 64 on a 2-core CPU, in which several heads at a time were tried for "
+        "the stored step and for reads"
+    ),
+}
+"""The launch configuration of both steps and how it was chosen, as a record keeps it."""
 
 
 class _Token(NamedTuple):
@@ -167,7 +179,7 @@ def _token(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, layer: Any) -
 def _stored(token: _Token, sizes: Sizes) -> int:
     fault = faulty_slot(token.slots, sizes.rows, sizes.state_slots)
     if fault < 0:
-        scratch = new_scratch(sizes)
+        scratch = new_scratch(sizes, 1)
         for task in numba.prange(sizes.rows * tasks_per_row(sizes)):
             _stored_task(token, sizes, task, scratch)
     return fault
@@ -177,7 +189,7 @@ def _stored(token: _Token, sizes: Sizes) -> int:
 def _replay(token: _Token, ring: _Ring, sizes: Sizes) -> int:
     fault = faulty_row(token.slots, sizes.rows, sizes.state_slots, ring.cursor, sizes.interval_length)
     if fault < 0:
-        scratch = new_scratch(sizes)
+        scratch = new_scratch(sizes, HEADS_READ)
         for task in numba.prange(sizes.rows * tasks_per_row(sizes)):
             _replay_task(token, ring, sizes, task, scratch)
     return fault
@@ -189,7 +201,7 @@ def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
     slot = pointer(token.slots, INT64)[row]
     if slot < 0:
         return
-    own = _split(own_scratch(scratch, sizes), sizes)
+    own = _split(own_scratch(scratch, sizes, 1), sizes)
     dt, A = pointer(token.dt, FLOAT32), pointer(token.A, FLOAT32)
     first = task // sizes.rows * sizes.heads_per_task
     for head in range(first, min(first + sizes.heads_per_task, sizes.heads)):
@@ -212,7 +224,7 @@ def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, task: int, scratch: A
     slot = pointer(token.slots, INT64)[row]
     if slot < 0:
         return
-    own = own_scratch(scratch, sizes)
+    own = own_scratch(scratch, sizes, HEADS_READ)
     length = int(pointer(ring.cursor, INT32)[slot])
     oldest = int(pointer(ring.origin, INT32)[slot]) % sizes.capacity
     first = task // sizes.rows * sizes.heads_per_task
@@ -243,7 +255,7 @@ def _read_heads(
     oldest: int,
 ) -> None:
     """Heads ``first`` to ``end``, several at a time that lie far apart."""
-    span = (end - first + STREAMS - 1) // STREAMS
+    span = (end - first + HEADS_READ - 1) // HEADS_READ
     for step in range(span):
         active = (end - first - step + span - 1) // span
         for stream in range(active):
