@@ -21,10 +21,9 @@ from torch import Tensor
 from experiments.inputs import make_inputs, make_state
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.geometry import Geometry
-from replayssm.kernels.cpu import bandwidth, compilation, gdn, kda, lanes, mamba2
+from replayssm.kernels.cpu import KERNELS, bandwidth, compilation, gdn, lanes, mamba2
 from replayssm.recurrence import FAMILIES
 
-KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 GEOMETRIES = {
     "mamba2": (Geometry("mamba2", 4, 2, 80, 128), Geometry("mamba2", 6, 3, 13, 19)),
     "gdn": (Geometry("gdn", 4, 2, 80, 128), Geometry("gdn", 6, 2, 5, 35)),

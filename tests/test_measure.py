@@ -107,6 +107,8 @@ def test_arm_sources_are_what_runs_inside_a_sample() -> None:
         "experiments/measure/layers.py",
     }
     assert "replayssm/kernels/cpu/gdn.py" not in of_replay
+    of_cpu = sources.arm_sources("replay/cpu")
+    assert {f"replayssm/kernels/cpu/{name}.py" for name in ("mamba2", "gdn", "kda", "delta", "lanes")} <= set(of_cpu)
     assert "replayssm/kernels/torch/stored.py" in of_stored
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from experiments.case import Case
 from experiments.measure.layers import StoredLayers
-from replayssm.kernels.cpu import gdn, kda, mamba2
+from replayssm.kernels.cpu import KERNELS
 from replayssm.traffic import Traffic, stored
-
-KERNELS = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 
 
 def unsupported(case: Case) -> str | None:

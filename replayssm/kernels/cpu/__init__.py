@@ -1,1 +1,5 @@
 """The CPU back end in Numba: one file a family, each with `stored_step` and `replay_step`."""
+
+from replayssm.kernels.cpu import gdn, kda, mamba2
+
+KERNELS = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
