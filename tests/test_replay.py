@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import EXACT, SENTINEL, Run
+from decoding import EXACT, SENTINEL, Run, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sequences import geometries, make_sequence, relative_error
@@ -277,3 +277,29 @@ def test_kernels_refuse_what_the_cache_is_not_made_for() -> None:
         verify_step(out, standard.layer(0), stack_window(tokens), slots)
     with pytest.raises(ValueError, match=r"^inputs hold 2 tokens a row; accepted: window=3"):
         verify_step(out, speculative.layer(0), stack_window(tokens[:2]), slots)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "raw_fold"),
+    [("mamba2", "x", False), ("mamba2", "dt", False), ("gdn", "k", False), ("gdn", "v", True), ("kda", "g", False)],
+)
+@pytest.mark.parametrize("window", [None, 2])
+def test_inputs_of_another_dtype_than_the_ring_are_refused(
+    family: str, name: str, raw_fold: bool, window: int | None
+) -> None:
+    geometry, slots = small_geometry(family), torch.tensor([0])
+    cache = ReplayCache(geometry, slots=1, interval_length=4, window=window, raw_fold=raw_fold)
+    cache.load_state(cache.batch(cache.allocate(1)), torch.zeros(1, 1, *cache.state.shape[2:]))
+    tokens = make_inputs(geometry, 1, 2, dtype=torch.bfloat16, seed=1)
+    step, inputs = (replay_step, tokens[0]) if window is None else (verify_step, stack_window(tokens))
+    held = getattr(inputs, name).dtype
+    other = torch.float32 if held is torch.bfloat16 else torch.bfloat16
+    wrong = inputs._replace(**{name: getattr(inputs, name).to(other)})
+    out = torch.full((1, *(() if window is None else (2,)), *output_shape(geometry)), SENTINEL)
+    before = {key: tensor.clone() for key, tensor in cache.layer(0).ring.items()}
+    with pytest.raises(ValueError, match=rf"^{name} has dtype {other}; accepted: {held}, the dtype of the ring$"):
+        step(out, cache.layer(0), wrong, slots)
+    assert (out == SENTINEL).all()
+    assert all(same_bits(tensor, before[key]) for key, tensor in cache.layer(0).ring.items())
+    step(out, cache.layer(0), inputs, slots)
+    assert not (out == SENTINEL).any()

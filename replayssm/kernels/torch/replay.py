@@ -16,10 +16,11 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     """One token a row in standard decoding; see `replayssm.kernels` for the call.
 
     Mutates ``out``, the checkpoint and ``flushes`` of rows whose ring is full, and the ring of the others. Raises
-    ``ValueError`` for a cache made with a window.
+    ``ValueError`` for a cache made with a window and for inputs of another dtype than the ring's.
     """
     if layer.window is not None:
         raise ValueError(f"replay_step got a cache with window={layer.window}; accepted: None, or use verify_step")
+    _refuse_other_dtypes(layer, inputs)
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
         return
@@ -46,13 +47,14 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
 def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
     """A window of T tokens a row, ``out [B,T,H,P]``: rows whose flush is due fold their committed ring first; the
     window is computed against checkpoint and ring, and appended behind the committed tokens, whether accepted or not.
-    Raises ``ValueError`` for a cache without a window and for inputs of another T.
+    Raises ``ValueError`` for a cache without a window, and for inputs of another T or another dtype than the ring's.
     """
     window = layer.window
     if window is None:
         raise ValueError("verify_step needs a cache made with a window; this one decodes one token a step")
     if inputs[0].shape[1] != window:
         raise ValueError(f"inputs hold {inputs[0].shape[1]} tokens a row; accepted: window={window}")
+    _refuse_other_dtypes(layer, inputs)
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
         return
@@ -77,6 +79,15 @@ def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     for name, value in entries.items():
         # Advanced indices around a slice move the heads behind them: [B,T,heads,...], as the window has it.
         layer.ring[name][live[:, None], :, positions] = value.to(layer.ring[name].dtype)
+
+
+def _refuse_other_dtypes(layer: CacheLayer, inputs: Any) -> None:
+    """The ring holds inputs as they arrived; appending them in another dtype would round them silently."""
+    for name, entries in layer.ring.items():
+        held = entries.dtype
+        given = getattr(inputs, name).dtype if name in inputs._fields else held
+        if given is not held:
+            raise ValueError(f"{name} has dtype {given}; accepted: {held}, the dtype of the ring")
 
 
 def ordered_ring(layer: CacheLayer, live: Tensor) -> Any:
