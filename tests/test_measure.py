@@ -1,4 +1,4 @@
-"""Journal, sources and timing of `experiments.measure`: what does not need a kernel."""
+"""Journal, sources, timing and order of checks of `experiments.measure`: what does not need a kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import records
 
-from experiments.measure import journal, provenance, sources, timing
+from experiments.measure import journal, provenance, sources, timing, worker
 from experiments.measure.journal import Journal, finished
-from experiments.measure.record import Record
+from experiments.measure.record import Comparison, Correctness, Record
 
 
 def test_a_journal_is_created_once_and_only_grows(tmp_path: Path) -> None:
@@ -124,6 +124,38 @@ def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypat
     assert sources.arm_hash("replay/new") == before
     (tmp_path / "replayssm" / "deep.py").write_text("x = 2\n")
     assert sources.arm_hash("replay/new") != before
+
+
+def test_arms_are_compared_with_the_first_and_none_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[str, str]] = []
+
+    class Check:
+        def __init__(self, *arguments: object) -> None:
+            self.moment = "before"
+
+        def run(self, layers: str, cycles: int) -> tuple[Correctness, str]:
+            return records.check("before"), f"outputs of {layers}"
+
+        def agreement(self, outputs: str, first: str) -> Comparison:
+            compared.append((outputs, first))
+            return Comparison("output", 1.0 if outputs == "outputs of wrong" else 0.0, 0.5)
+
+    marked: list[str] = []
+    monkeypatch.setattr(worker.gates, "Check", Check)
+    monkeypatch.setattr(worker.gates, "mark_copies", marked.append)
+
+    def statuses(*names: str) -> list[str]:
+        arms = [worker.Arm(name) for name in names]
+        for arm in arms:
+            arm.layers = arm.name
+        worker._check_before(arms, None, 1)
+        return [arm.status for arm in arms]
+
+    assert statuses("alone") == ["ok"]
+    assert compared == []
+    assert statuses("first", "wrong", "right") == ["ok", "incorrect", "ok"]
+    assert compared == [("outputs of wrong", "outputs of first"), ("outputs of right", "outputs of first")]
+    assert marked == ["alone", "first", "right"]
 
 
 def test_every_participant_runs_once_a_round_in_balanced_order() -> None:

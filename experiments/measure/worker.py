@@ -115,7 +115,7 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
 
 
 def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
-    """Every arm against float64, and all rows against the first arm that is right."""
+    """Every arm against float64, and all rows of the others against the first arm that is right."""
     check, first = gates.Check(case, copies, "before"), None
     for arm in arms:
         outputs = _checked(arm, check)
@@ -123,11 +123,10 @@ def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
             continue
         if first is None:
             first = outputs
-        agreement = check.agreement(outputs, first)
-        if not agreement.passed:
-            arm.fail("incorrect", f"{agreement.quantity}: error {agreement.error:.3g} exceeds {agreement.budget:.3g}")
-        else:
-            gates.mark_copies(arm.layers)
+        elif not (found := check.agreement(outputs, first)).passed:
+            arm.fail("incorrect", f"{found.quantity}: error {found.error:.3g} exceeds {found.budget:.3g}")
+            continue
+        gates.mark_copies(arm.layers)
 
 
 def _check_after(arms: list[Arm], case: Case, copies: int) -> None:
