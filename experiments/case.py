@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.measure.sources import arm_file
 from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
 from replayssm.geometry import FAMILIES, MAX_INTERVAL_LENGTH, Geometry
 from replayssm.layout import FORMATS
@@ -198,8 +199,7 @@ def known_arms() -> tuple[str, ...]:
 
 def state_formats(arm: str) -> tuple[str, ...]:
     """The state formats that an arm's file declares in ``STATE_FORMATS``, read without importing it."""
-    kind, _, backend = arm.partition("/")
-    return _state_formats_in(ARMS / f"{kind}_{backend.replace('-', '_')}.py")
+    return _state_formats_in(ARMS / arm_file(arm).name)
 
 
 @functools.cache  # a sweep asks once a case

@@ -16,7 +16,7 @@ PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", "experiments.
 
 
 def arm_file(arm: str) -> Path:
-    """The file of arm ``family/name``; it need not exist."""
+    """The file of an arm, as ``stored_torch.py`` of ``stored/torch``; it need not exist."""
     return ROOT / "experiments" / "arms" / f"{arm.replace('/', '_').replace('-', '_')}.py"
 
 
