@@ -113,8 +113,9 @@ class ReplayCache:
         self.state = torch.full(
             (layers, slots, g.heads, g.head_dim, g.state_dim), torch.nan, dtype=state_dtype, device=device
         )
+        by_token = self.state.device.type != "cpu"
         self.ring = {
-            name: torch.full((layers, slots, *shape), torch.nan, dtype=dtype, device=device)
+            name: _filled((layers, slots, *shape), dtype, device, by_token)
             for name, (shape, dtype) in _ring_layout(g, self.capacity, input_dtype, state_dtype, raw_fold).items()
         }
         self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -250,6 +251,16 @@ class ReplayCache:
         if len(set(indices)) != len(indices):
             raise SlotError("a slot stands in the batch twice")
         return indices
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, by_token: bool) -> Tensor:
+    """A ring ``[layers,S,H,R,...]`` of NaN. ``by_token``: in memory R lies before H, so that what a step appends for
+    all heads is one run; a GPU's memory takes few long writes better than many short ones. A CPU's core walks along R.
+    """
+    if not by_token:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    layers, slots, heads, capacity, *rest = shape
+    return torch.full((layers, slots, capacity, heads, *rest), torch.nan, dtype=dtype, device=device).transpose(2, 3)
 
 
 def _ring_layout(

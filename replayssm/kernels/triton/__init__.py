@@ -6,7 +6,7 @@ float32, bfloat16 or float16; activations and ring float32, bfloat16 or float16,
 tensor is contiguous, the others may be strided. A step allocates nothing and never waits for the device, so that it can
 be captured in a CUDA graph; cursors and slots are read on the device, and a slot number is not checked there.
 
-A step is bound by reading the state once. So a program asks for all of its state first and computes what the ring
-contributes, B.C or k.q and k.k included, while that is on its way. A row whose ring is full goes the same way and then
-writes the state that it holds in registers, moved forward, back in place.
+A step is bound by reading the state once. A program walks its rows in tiles, several on their way at a time; what ring
+and token add to its outputs is one vector, computed before. A row whose ring is full takes the other branch of the same
+launch: ring and token become one product on tensor cores, added to each tile, which is written back in place.
 """

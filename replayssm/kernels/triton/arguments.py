@@ -14,13 +14,20 @@ STATES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = (torch.float32,)
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
-    """The strides of all axes but the last, which has to be contiguous; one-line ``ValueError`` if it is wrong."""
+def check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], scalars: bool = False
+) -> tuple[int, ...]:
+    """The strides of all axes but the last, which has to be contiguous; one-line ``ValueError`` if it is wrong.
+
+    Of ``scalars``, which are loaded one by one, the strides of all axes.
+    """
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} has dtype {tensor.dtype}; accepted: {', '.join(map(str, dtypes))}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; accepted: {list(shape)}")
     strides = tensor.stride()
+    if scalars:
+        return tuple(strides)
     if strides[-1] != 1 and shape[-1] != 1:
         raise ValueError(f"{name} has strides {list(strides)}; accepted: a contiguous last axis")
     return tuple(strides[:-1])

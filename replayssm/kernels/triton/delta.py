@@ -2,8 +2,8 @@
 
 The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key channel, which then belongs to the key
 side of every product. Program ``(row, head, part)`` owns some rows of one head's state. S.q and S.k come from one pass
-over them, with q and k as they arrived; norms and decays are scalars applied afterwards, so nothing waits for them.
-The products of the ring's keys with q and k are computed by every program of a head anew.
+over them, with q and k as they arrived; norms and scalar decays are applied afterwards. The products of the ring's
+keys with q and k are computed by every program of a head anew.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -11,7 +11,6 @@ The products of the ring's keys with q and k are computed by every program of a 
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import triton
@@ -21,19 +20,24 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
-    UNROLL,
     exp,
+    first_tile,
     load_chunks,
     load_ring,
+    load_ring_vectors,
     load_state,
     load_vector,
+    place,
+    product,
     ring_order,
     rnorm,
-    shifted,
+    rows_of,
+    span,
     store_state,
     sum_later,
+    zeros,
 )
 from replayssm.recurrence.gdn import Inputs
 
@@ -72,9 +76,9 @@ class _RingStrides(NamedTuple):
 def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None) -> None:
     """The recurrence for one token a row, in place, of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
     strides, geometry = _check(family, out, state, inputs, slots)
-    rows, size = len(slots), state.element_size()
-    launch = launch or stored_launch(geometry, rows, size)
-    cut = Cut.of(geometry, launch, size)
+    rows = len(slots)
+    launch = launch or stored_launch(geometry, rows, state.element_size())
+    cut = Cut.of(geometry, launch, state)
     if rows:
         _stored_kernel[(cut.PARTS * cut.H * rows,)](
             out,
@@ -83,8 +87,7 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
             slots,
             strides,
             geometry.state_dim**-0.5,
-            **asdict(cut),
-            ROW=state.stride(2),
+            cut,
             CHANNELS=family == "kda",
             num_warps=launch.warps,
             maxnreg=launch.registers,
@@ -98,9 +101,9 @@ def replay_step(
     check_layer(layer, family)
     strides, geometry = _check(family, out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
-    rows, size = len(slots), layer.state.element_size()
-    launch = launch or replay_launch(geometry, rows, size, layer.interval_length)
-    cut = Cut.of(geometry, launch, size)
+    rows = len(slots)
+    launch = launch or replay_launch(geometry, rows, layer.state.element_size(), layer.interval_length)
+    cut = Cut.of(geometry, launch, layer.state, layer)
     if rows:
         _replay_kernel[(cut.PARTS * cut.H * rows,)](
             out,
@@ -111,13 +114,8 @@ def replay_step(
             strides,
             ring_strides,
             geometry.state_dim**-0.5,
-            **asdict(cut),
-            ROW=layer.state.stride(2),
+            cut,
             CHANNELS=family == "kda",
-            L=layer.interval_length,
-            CAPACITY=layer.capacity,
-            RING=max(16, power_of_two(layer.capacity)),
-            EAGER=launch.eager and family == "gdn",
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -127,15 +125,15 @@ def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tenso
     _, H, V, K = state.shape
     rows, HK = inputs.k.shape[:2]
     kind = (inputs.v.dtype,)
-    g = check("g", inputs.g, (rows, H, K) if family == "kda" else (rows, H), WIDE)
+    decays = (rows, H, K) if family == "kda" else (rows, H)
     strides = _Strides(
         state=check("state", state, tuple(state.shape), STATES),
         out=check("out", out, (rows, H, V), INPUTS),
         q=check("q", inputs.q, (rows, HK, K), kind),
         k=check("k", inputs.k, (rows, HK, K), kind),
         v=check("v", inputs.v, (rows, H, V), INPUTS),
-        g=g if family == "kda" else (*g, 1),
-        beta=(*check("beta", inputs.beta, (rows, H), WIDE), 1),
+        g=check("g", inputs.g, decays, WIDE, scalars=True),
+        beta=check("beta", inputs.beta, (rows, H), WIDE, scalars=True),
     )
     check_slots(slots, rows)
     check_place({"out": out, "slots": slots, **inputs._asdict()}, state.device)
@@ -145,276 +143,221 @@ def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tenso
 def _check_ring(layer: CacheLayer, geometry: Geometry, inputs: Inputs) -> _RingStrides:
     slots, R, ring, g = len(layer.state), layer.capacity, layer.ring, geometry
     channels = (g.state_dim,) if g.family == "kda" else ()
-    decay = check("ring g", ring["g"], (slots, g.heads, R, *channels), WIDE)
     return _RingStrides(
         k=check("ring k", ring["k"], (slots, g.groups, R, g.state_dim), (inputs.k.dtype,)),
-        k_rnorm=(*check("ring k_rnorm", ring["k_rnorm"], (slots, g.groups, R), WIDE), 1),
+        k_rnorm=check("ring k_rnorm", ring["k_rnorm"], (slots, g.groups, R), WIDE, scalars=True),
         d=check("ring d", ring["d"], (slots, g.heads, R, g.head_dim), WIDE),
-        g=decay if channels else (*decay, 1),
+        g=check("ring g", ring["g"], (slots, g.heads, R, *channels), WIDE, scalars=not channels),
     )
 
 
 @triton.jit
-def _stored_kernel(
-    out,
-    state,
-    inputs,
-    slots,
-    strides,
-    scale,
-    H: tl.constexpr,
-    SHARE: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr, CHANNELS: tl.constexpr):
+    """One row's and head's inputs in float32, v of the rows ``p`` and zero where not ``mine``; k as it arrived."""
+    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
+    if CHANNELS:
+        g = load_vector(g_token, n, cut)
+    else:
+        g = tl.load(g_token)
+    return Inputs(
+        q=load_vector(inputs.q + row * strides.q[0] + group * strides.q[1], n, cut),
+        k=tl.load(inputs.k + row * strides.k[0] + group * strides.k[1] + n, mask=n < cut.N, other=0.0),
+        v=tl.load(inputs.v + row * strides.v[0] + head * strides.v[1] + p, mask=mine, other=0.0).to(tl.float32),
+        g=g,
+        beta=tl.load(inputs.beta + row * strides.beta[0] + head * strides.beta[1]),
+    )
+
+
+@triton.jit
+def _stored_kernel(out, state, inputs, slots, strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr):
+    part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    CHUNKS: tl.constexpr = PADDED // WIDTH
-    SIZE: tl.constexpr = CHUNKS + 1
-    first = part * TILES * M + tl.arange(0, M)
-    end = tl.minimum(P, (part + 1) * TILES * M)
-    states = state + slot * strides.state[0] + head * strides.state[1]
-    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    v_token = inputs.v + row * strides.v[0] + head * strides.v[1]
-    queue = ()
-    for t in tl.static_range(AHEAD):
-        m = first + t * M
-        queue = queue + load_state(states + t * M * ROW, m, end, N, CHUNKS, WIDTH)
-        queue = queue + (tl.load(v_token + m, mask=m < end, other=0.0),)
-    group = head // SHARE
-    q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
-    k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
-    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
-    qs, ks = load_chunks(q_token, N, PADDED, WIDTH), load_chunks(k_token, N, PADDED, WIDTH)
-    n = tl.arange(0, PADDED)
-    q, k = load_vector(q_token, n, N, PADDED), load_vector(k_token, n, N, PADDED)
-    beta = tl.load(inputs.beta + row * strides.beta[0] + head)
+    p, end = span(part, cut)
+    first = part * cut.ROWS + tl.arange(0, cut.M)
+    tiles = first_tile(state + slot * strides.state[0] + head * strides.state[1], part, cut)
+    if cut.TILES == 1:
+        S = load_state(tiles, first, end, cut)
+    token = _load_token(inputs, strides, row, head, p, p < end, cut, CHANNELS)
+    group = head // cut.SHARE
+    qs = load_chunks(inputs.q + row * strides.q[0] + group * strides.q[1], cut)
+    ks = load_chunks(inputs.k + row * strides.k[0] + group * strides.k[1], cut)
     if CHANNELS:
-        gs = load_chunks(g_token, N, PADDED, WIDTH)
+        gs = load_chunks(inputs.g + row * strides.g[0] + head * strides.g[1], cut)
     else:
-        decay = exp(tl.load(g_token))
-    q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
-    k_rnorm = rnorm(tl.sum(k * k, axis=0))
-    qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
-    outs = out + row * strides.out[0] + head * strides.out[1]
-    for t in tl.range(TILES):
-        m = first + t * M
-        if AHEAD < TILES:
-            far = m + AHEAD * M
-            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
-            new = new + (tl.load(v_token + far, mask=far < end, other=0.0),)
-        with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
-        decayed = ()
-        for c in tl.static_range(CHUNKS):
+        decay = exp(token.g)
+    k = token.k.to(tl.float32)
+    q_scale, k_rnorm = rnorm(tl.sum(token.q * token.q, axis=0)) * scale, rnorm(tl.sum(k * k, axis=0))
+    qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
+    out += row * strides.out[0] + head * strides.out[1]
+    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+        m, tile = first + t * cut.M, tiles + t * cut.M * cut.ROW
+        if cut.TILES > 1:
+            S = load_state(tile, m, end, cut)
+        Sk, Sq, decayed, moved = zeros(cut), zeros(cut), (), ()
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             if CHANNELS:
-                chunk = queue[c].to(tl.float32) * exp(gs[c])[None, :]
+                chunk = S[c].to(tl.float32) * exp(gs[c])[None, :]
             else:
-                chunk = queue[c].to(tl.float32) * decay
-            with_k += chunk * ks[c][None, :]
-            with_q += chunk * qs[c][None, :]
+                chunk = S[c].to(tl.float32) * decay
+            Sk += chunk * ks[c][None, :]
+            Sq += chunk * qs[c][None, :]
             decayed = decayed + (chunk,)
-        d = beta * (queue[CHUNKS].to(tl.float32) - tl.sum(with_k, axis=1) * k_rnorm)
-        o = tl.sum(with_q, axis=1) * q_scale + d * qk
-        moved = ()
-        for c in tl.static_range(CHUNKS):
+        d = token.beta * (rows_of(token.v, t * cut.M, m, cut) - tl.sum(Sk, axis=1) * k_rnorm)
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             moved = moved + (decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :],)
-        store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
-        tl.store(outs + m, o.to(out.dtype.element_ty), mask=m < end)
-        if AHEAD < TILES:
-            queue = shifted(queue, new, SIZE, AHEAD)
+        store_state(tile, m, end, moved, cut)
+        o = tl.sum(Sq, axis=1) * q_scale + d * qk
+        tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
 
 
 @triton.jit
 def _replay_kernel(
-    out,
-    state,
-    ring,
-    inputs,
-    slots,
-    strides,
-    ring_strides,
-    scale,
-    H: tl.constexpr,
-    SHARE: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    L: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
-    EAGER: tl.constexpr,
+    out, state, ring, inputs, slots, strides, ring_strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    program = tl.program_id(0)
-    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+    part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    group = head // SHARE
-    length = tl.load(ring.cursor + slot)
-    oldest = tl.load(ring.origin + slot)
-    CHUNKS: tl.constexpr = PADDED // WIDTH
-    SIZE: tl.constexpr = CHUNKS + 2
-    first = part * TILES * M + tl.arange(0, M)
-    end = tl.minimum(P, (part + 1) * TILES * M)
-    states = state + slot * strides.state[0] + head * strides.state[1]
-    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    tiles = ()
-    for t in tl.static_range(AHEAD):
-        tiles = tiles + (load_state(states + t * M * ROW, first + t * M, end, N, CHUNKS, WIDTH),)
-
-    # The token, then the ring, all asked for before anything is used.
-    q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
-    k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
-    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
-    v_token = inputs.v + row * strides.v[0] + head * strides.v[1]
-    qs, ks = load_chunks(q_token, N, PADDED, WIDTH), load_chunks(k_token, N, PADDED, WIDTH)
-    n = tl.arange(0, PADDED)
-    q, k = load_vector(q_token, n, N, PADDED), load_vector(k_token, n, N, PADDED)
-    beta = tl.load(inputs.beta + row * strides.beta[0] + head)
+    length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
+    p, end = span(part, cut)
+    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+    state += slot * strides.state[0] + head * strides.state[1]
     ring_k = ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1]
     ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
     ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
     ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
-    entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
-    k_entries = ring_k + entry[:, None] * ring_strides.k[2]
-    if not CHANNELS:
-        k_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
-        k_old = load_ring(k_entries + n[None, :], k_valid, EAGER and PADDED == N)
-    d_entries = ring_d + entry[:, None] * ring_strides.d[2] + first[None, :]
-    queue = ()
-    for t in tl.static_range(AHEAD):
-        m = first + t * M
-        old = load_ring(d_entries + t * M, valid[:, None] & (m < end)[None, :], False)
-        queue = queue + tiles[t] + (old, tl.load(v_token + m, mask=m < end, other=0.0))
-    rnorms = load_ring(ring_rnorm + entry, valid, EAGER)
+    out += row * strides.out[0] + head * strides.out[1]
+
+    # Asked for before anything is used: what needs no cursor comes first, and whether to flush is decided last.
+    S = ()
+    if cut.TILES == 1:
+        S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
+    token = _load_token(inputs, strides, row, head, p, p < end, cut, CHANNELS)
+    q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
+    k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
+    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
+    qs, ks = load_chunks(q_token, cut), load_chunks(k_token, cut)
+    entry, age, valid = ring_order(length, oldest, cut)
+    rnorms = load_ring(ring_rnorm + entry * ring_strides.k_rnorm[2], valid, cut)
+    d_old = load_ring_vectors(ring_d + entry * ring_strides.d[2], valid, p, end, cut)
+    k = token.k.to(tl.float32)
+    k_rnorm = rnorm(tl.sum(k * k, axis=0))
+    q_scale = rnorm(tl.sum(token.q * token.q, axis=0)) * scale
 
     # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
     if CHANNELS:
-        weight = rnorms
-        decay = 1.0
-        kq, kk = tl.zeros((RING,), tl.float32), tl.zeros((RING,), tl.float32)
-        q_decayed, k_decayed, ring_keys, decays = (), (), (), ()
-        for c in tl.static_range(CHUNKS):
-            columns = c * WIDTH + tl.arange(0, WIDTH)
-            k_old = load_ring(k_entries + columns[None, :], valid[:, None] & (columns < N)[None, :], False)
-            k_old = k_old.to(tl.float32) * exp(
-                _later(ring_g, ring_strides.g[2], g_token, entry, age, length, columns, N, CAPACITY)
-            )
-            kq += tl.sum(k_old * load_vector(q_token, columns, N, PADDED)[None, :], axis=1)
-            kk += tl.sum(k_old * load_vector(k_token, columns, N, PADDED)[None, :], axis=1)
-            decays = decays + (_decay(ring_g, ring_strides.g[2], g_token, entry, valid, columns, N),)
-            q_decayed = q_decayed + (qs[c] * decays[c],)
-            k_decayed = k_decayed + (ks[c] * decays[c],)
-            ring_keys = ring_keys + (k_old,)
+        k_pointers = ring_k + entry[None, :] * ring_strides.k[2] + n[:, None]
+        keys = tl.load(k_pointers, mask=valid[None, :] & (n < cut.N)[:, None], other=0.0).to(tl.float32)
+        keys *= tl.exp(_later(ring_g, ring_strides.g[2], token.g, oldest, length, n, cut))
+        weight, decay = rnorms, 1.0
     else:
-        g_now = tl.load(g_token)
-        gs = load_ring(ring_g + entry, valid, EAGER)
-        weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + g_now), 0.0)
-        decay = exp(tl.sum(gs, axis=0) + g_now)
-        k_wide = k_old.to(tl.float32)
-        kq, kk = tl.sum(k_wide * q[None, :], axis=1), tl.sum(k_wide * k[None, :], axis=1)
-        q_decayed, k_decayed = qs, ks
-    q_scale = rnorm(tl.sum(q * q, axis=0)) * scale
-    k_rnorm = rnorm(tl.sum(k * k, axis=0))
-    qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
-    weight_q, weight_k = weight * kq * q_scale, weight * kk * k_rnorm
-    outs = out + row * strides.out[0] + head * strides.out[1]
-    flush = length == L - 1
-    last = (oldest + length) % CAPACITY
-    for t in tl.range(TILES):
-        m = first + t * M
-        if AHEAD < TILES:
-            far = m + AHEAD * M
-            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
-            new_old = load_ring(d_entries + (t + AHEAD) * M, valid[:, None] & (far < end)[None, :], False)
-            new = new + (new_old, tl.load(v_token + far, mask=far < end, other=0.0))
-        with_k, with_q = tl.zeros((M, WIDTH), tl.float32), tl.zeros((M, WIDTH), tl.float32)
-        for c in tl.static_range(CHUNKS):
-            chunk = queue[c].to(tl.float32)
-            with_k += chunk * k_decayed[c][None, :]
-            with_q += chunk * q_decayed[c][None, :]
-        Sk = tl.sum(with_k, axis=1) * (decay * k_rnorm) + tl.sum(weight_k[:, None] * queue[CHUNKS], axis=0)
-        Sq = tl.sum(with_q, axis=1) * (decay * q_scale) + tl.sum(weight_q[:, None] * queue[CHUNKS], axis=0)
-        d = beta * (queue[CHUNKS + 1].to(tl.float32) - Sk)
-        tl.store(outs + m, (Sq + d * qk).to(out.dtype.element_ty), mask=m < end)
-        if flush:
-            moved = ()
-            if CHANNELS:
-                # The decayed keys are at hand: tensor cores, three tf32 products for one in float32.
-                weighted = tl.trans(weight[:, None] * queue[CHUNKS])
-                for c in tl.static_range(CHUNKS):
-                    k_now = load_vector(k_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED) * k_rnorm
-                    chunk = queue[c].to(tl.float32) * decays[c][None, :] + d[:, None] * k_now[None, :]
-                    if L > 1:
-                        chunk += tl.dot(weighted, ring_keys[c], input_precision="tf32x3")
-                    moved = moved + (chunk,)
-            else:
-                for c in tl.static_range(CHUNKS):
-                    k_now = load_vector(k_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED) * k_rnorm
-                    moved = moved + (queue[c].to(tl.float32) * decay + d[:, None] * k_now[None, :],)
-                since = g_now
-                for i in tl.range(0, L - 1, loop_unroll_factor=UNROLL):
-                    # Newest first, so that the decay since then is a running sum.
-                    at = (oldest + (L - 2 - i)) % CAPACITY
-                    d_old = tl.load(ring_d + at * ring_strides.d[2] + m, mask=m < end, other=0.0)
-                    d_old *= tl.load(ring_rnorm + at) * exp(since)
-                    since += tl.load(ring_g + at)
-                    added = ()
-                    for c in tl.static_range(CHUNKS):
-                        columns = c * WIDTH + tl.arange(0, WIDTH)
-                        k_one = load_vector(ring_k + at * ring_strides.k[2], columns, N, PADDED)
-                        added = added + (moved[c] + d_old[:, None] * k_one[None, :],)
-                    moved = added
-            store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
+        gs = load_ring(ring_g + entry * ring_strides.g[2], valid, cut)
+        keys = load_ring_vectors(ring_k + entry * ring_strides.k[2], valid, n, cut.N, cut)
+        weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + token.g), 0.0)
+        decay = exp(tl.sum(gs, axis=0) + token.g)
+    if length == cut.L - 1:
+        if CHANNELS:
+            ring_keys = tl.trans(keys)
+            decays = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, n, cut))[None, :]
         else:
-            tl.store(ring_d + last * ring_strides.d[2] + m, d, mask=m < end)
-        if AHEAD < TILES:
-            queue = shifted(queue, new, SIZE, AHEAD)
-    if part == 0:
-        if flush:
-            if head == 0:
-                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+            ring_keys, decays = keys, decay
+        _flush(
+            out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
+            part, end, cut,
+        )  # fmt: skip
+        if part == 0 and head == 0:
+            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+    else:
+        if CHANNELS:
+            kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
+            q_now, k_now = (), ()
+            for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
+                since = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, columns, cut))
+                q_now = q_now + (load_vector(q_token, columns, cut) * since,)
+                k_now = k_now + (load_vector(k_token, columns, cut) * since,)
         else:
+            q_now, k_now = qs, ks
+            wide = keys.to(tl.float32)
+            kq, kk = tl.sum(wide * token.q[None, :], axis=1), tl.sum(wide * k[None, :], axis=1)
+        added_q = tl.sum((weight * kq * q_scale)[:, None] * d_old, axis=0)
+        error = token.v - tl.sum((weight * kk * k_rnorm)[:, None] * d_old, axis=0)
+        last = (oldest + length) % cut.CAPACITY
+        if part == 0:
             if CHANNELS:
-                g_vector = tl.load(g_token + n, mask=n < N, other=0.0)
-                tl.store(ring_g + last * ring_strides.g[2] + n, g_vector, mask=n < N)
+                tl.store(ring_g + last * ring_strides.g[2] + n, token.g, mask=n < cut.N)
             else:
-                tl.store(ring_g + last, g_now)
-            if head % SHARE == 0:
-                k_raw = tl.load(k_token + n, mask=n < N, other=0.0)
-                tl.store(ring_k + last * ring_strides.k[2] + n, k_raw, mask=n < N)
-                tl.store(ring_rnorm + last, k_rnorm)
+                tl.store(ring_g + last * ring_strides.g[2], token.g)
+            if head % cut.SHARE == 0:
+                tl.store(ring_k + last * ring_strides.k[2] + n, token.k, mask=n < cut.N)
+                tl.store(ring_rnorm + last * ring_strides.k_rnorm[2], k_rnorm)
+        qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
+        _read(
+            out, ring_d + last * ring_strides.d[2], state, S, q_now, k_now, decay * q_scale, decay * k_rnorm, qk,
+            added_q, error, token.beta, part, end, cut,
+        )  # fmt: skip
 
 
 @triton.jit
-def _later(ring_g, stride, g_token, entry, age, length, n, N: tl.constexpr, CAPACITY: tl.constexpr):
-    """``[RING,n]``: for ring token j, in time order, the log decay of all tokens behind it, up to the current one."""
-    pointers = ring_g + ((entry + 1) % CAPACITY)[:, None] * stride + n[None, :]
-    after = tl.load(pointers, mask=(age + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
-    g_now = tl.load(g_token + n, mask=n < N, other=0.0)
-    return tl.cumsum(tl.where((age + 1 == length)[:, None], g_now[None, :], after), axis=0, reverse=True)
+def _read(
+    out, new_d, state, S, qs, ks, decay_q, decay_k, qk, added_q, error, beta, part, end, cut: tl.constexpr
+):  # fmt: skip
+    """Outputs and corrected values from the checkpoint and what the ring has ``added``; ``S`` if it has been loaded."""
+    first, tiles = part * cut.ROWS + tl.arange(0, cut.M), first_tile(state, part, cut)
+    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+        m = first + t * cut.M
+        tile = S if cut.TILES == 1 else load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
+        Sk, Sq = zeros(cut), zeros(cut)
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+            chunk = tile[c].to(tl.float32)
+            Sk += chunk * ks[c][None, :]
+            Sq += chunk * qs[c][None, :]
+        d = beta * (rows_of(error, t * cut.M, m, cut) - decay_k * tl.sum(Sk, axis=1))
+        o = decay_q * tl.sum(Sq, axis=1) + rows_of(added_q, t * cut.M, m, cut) + d * qk
+        tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
+        tl.store(new_d + m, d, mask=m < end)
 
 
 @triton.jit
-def _decay(ring_g, stride, g_token, entry, valid, n, N: tl.constexpr):
-    """``[n]``: the checkpoint's decay up to and with the current token."""
-    gs = load_ring(ring_g + entry[:, None] * stride + n[None, :], valid[:, None] & (n < N)[None, :], False)
-    return exp(tl.sum(gs, axis=0) + tl.load(g_token + n, mask=n < N, other=0.0))
+def _flush(out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rnorm, part, end, cut: tl.constexpr):
+    """Fold ring and token into the checkpoint, from d; the outputs on the way."""
+    first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
+    tiles = state + first[:, None] * cut.ROW + n[None, :]
+    q, k = token.q * q_scale, token.k.to(tl.float32) * k_rnorm
+    qk = tl.sum(q * k, axis=0)
+    for t in tl.range(cut.FOLDS, num_stages=2):
+        m = first + t * cut.FOLD
+        mask = (m < end)[:, None] & (n < cut.N)[None, :]
+        S = tl.load(tiles + t * cut.FOLD * cut.ROW, mask=mask, other=0.0)
+        d_old = tl.load(ring_d[None, :] + m[:, None], mask=valid[None, :] & (m < end)[:, None], other=0.0)
+        moved = S.to(tl.float32) * decay + product(d_old * weight[None, :], keys)
+        d = token.beta * (rows_of(token.v, t * cut.FOLD, m, cut) - tl.sum(moved * k[None, :], axis=1))
+        o = tl.sum(moved * q[None, :], axis=1) + d * qk
+        moved += d[:, None] * k[None, :]
+        tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
+        tl.store(tiles + t * cut.FOLD * cut.ROW, moved.to(state.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _later(ring_g, stride, g_now, oldest, length, n, cut: tl.constexpr):
+    """``[n,RING]``: for ring token j, in time order, the log decay of all tokens behind it, up to the current one.
+
+    A product with a triangle of ones: it adds what is not positive, and subtracts nothing.
+    """
+    j = tl.arange(0, cut.RING)
+    pointers = ring_g + ((oldest + j + 1) % cut.CAPACITY)[None, :] * stride + n[:, None]
+    after = tl.load(pointers, mask=(j + 1 < length)[None, :] & (n < cut.N)[:, None], other=0.0)
+    after = tl.where((j + 1 == length)[None, :], g_now[:, None], after)
+    return product(after, tl.where(j[:, None] >= j[None, :], 1.0, 0.0).to(tl.bfloat16))
+
+
+@triton.jit
+def _since(ring_g, stride, g_token, oldest, length, n, cut: tl.constexpr):
+    """``[n]``: the checkpoint's log decay up to and with the current token."""
+    j = tl.arange(0, cut.RING)
+    pointers = ring_g + ((oldest + j) % cut.CAPACITY)[:, None] * stride + n[None, :]
+    gs = tl.load(pointers, mask=(j < length)[:, None] & (n < cut.N)[None, :], other=0.0)
+    return tl.sum(gs, axis=0) + load_vector(g_token, n, cut)

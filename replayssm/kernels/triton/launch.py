@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps, loading ``ahead``
-    tiles in advance.
+    """One program takes ``rows * tiles`` rows of one head, ``rows`` at a time, with ``warps`` warps.
 
     ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
-    warp reads. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it,
-    since its vector decays must be summed in time order. ``registers`` caps those of a thread: folds want many, reads
-    do not need them. Raises ``ValueError`` on numbers that Triton cannot take.
+    warp reads. ``stages`` is how many tiles are on their way at once; a program of one tile asks for it before anything
+    else. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it, since
+    its vector decays must be summed in time order. ``registers`` caps those of a thread. Raises ``ValueError`` on
+    numbers that Triton cannot take.
     """
 
     rows: int
     tiles: int
     warps: int
     lanes: int = 32
-    ahead: int = 2
+    stages: int = 3
     eager: bool = False
     registers: int | None = None
 
@@ -33,43 +36,48 @@ class Launch:
                 raise ValueError(f"{field}={value!r} is impossible; accepted: a power of two")
         if self.lanes > 32:
             raise ValueError(f"lanes={self.lanes} is impossible; accepted: at most 32, the threads of a warp")
-        for field in ("tiles", "ahead"):
+        for field in ("tiles", "stages"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)!r} is impossible; accepted: at least 1")
 
 
-LARGE, MEDIUM = 1024, 192
-"""Heads in a batch from which one program a head fills the GPU; below MEDIUM a head is cut as finely as pays."""
-
-
 def stored_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
     """Default for a stored step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 at batch 1 to 256."""
+    heads = batch_size * geometry.heads
     if state_bytes >= 4:
-        return Launch(rows=8, tiles=1, warps=1, lanes=32)
-    if geometry.head_dim % 64 == 0:
-        return Launch(rows=64, tiles=1, warps=4, lanes=8)
-    return Launch(rows=16, tiles=-(-geometry.head_dim // 16), warps=2, lanes=16)
+        if heads < 256:
+            return Launch(rows=4, tiles=1, warps=1)
+        return Launch(rows=8, tiles=1, warps=1, lanes=16 if heads >= 2048 else 32)
+    if geometry.family == "mamba2" and heads >= 8192:
+        return Launch(rows=16, tiles=-(-geometry.head_dim // 16), warps=1, lanes=16, stages=4)
+    return Launch(rows=8, tiles=1, warps=1, lanes=16)
 
 
 def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int, interval_length: int) -> Launch:
-    """Default for a replay step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 with intervals of 16.
+    """Default for a replay step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 with intervals of 16,
+    the worse of aligned and staggered rows counting.
 
-    With many heads one warp walks a whole head, so that it computes the ring's products once. Other interval lengths
-    are taken to like the same.
+    With many heads one or two warps walk a whole head, so that they compute the ring's products once; with few, a head
+    is cut as finely as pays. Other interval lengths are taken to like the same.
     """
-    heads, tiles = batch_size * geometry.heads, -(-geometry.head_dim // 8)
-    if heads >= LARGE:
-        if geometry.family == "kda":
-            return Launch(rows=8, tiles=tiles, warps=2, lanes=32, ahead=1, registers=168)
-        if geometry.family == "gdn" and state_bytes >= 4:
-            return Launch(rows=8, tiles=tiles, warps=1, lanes=32, ahead=1, registers=128)
-        tight = geometry.family == "mamba2" and state_bytes < 4
-        return Launch(rows=8, tiles=tiles, warps=1, lanes=16, ahead=1, registers=128 if tight else 168)
-    if heads >= MEDIUM:
+    heads, tiles = batch_size * geometry.heads, -(-geometry.head_dim // 16)
+    wide = state_bytes >= 4
+    if heads < 256:
         if geometry.family == "mamba2":
-            return Launch(rows=8, tiles=5, warps=1, lanes=32, ahead=1)
-        return Launch(rows=16, tiles=4, warps=4, lanes=8, ahead=1, registers=128 if geometry.family == "gdn" else None)
-    return Launch(rows=16, tiles=1, warps=4, lanes=8)
+            return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128)
+        return Launch(rows=16, tiles=1, warps=2, lanes=32 if geometry.family == "kda" else 8, eager=True)
+    if heads < 1024:
+        return Launch(rows=32, tiles=1, warps=2, lanes=8)
+    if geometry.family == "kda":
+        return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=168)
+    if geometry.family == "gdn":
+        if heads < 8192 and wide:
+            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=16)
+        return Launch(rows=16, tiles=tiles, warps=1, lanes=8, stages=3 if wide else 4, registers=None if wide else 168)
+    if heads < 8192 and wide:
+        return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=128)
+    lanes = 16 if wide and geometry.head_dim % 64 else 8
+    return Launch(rows=16, tiles=tiles, warps=1, lanes=lanes, registers=168 if wide else 128)
 
 
 def power_of_two(value: int) -> int:
@@ -86,19 +94,31 @@ class Cut:
     P: int
     N: int
     PADDED: int
+    """N up to a power of two, 16 at least, cut into CHUNKS of WIDTH."""
     WIDTH: int
     M: int
     TILES: int
-    AHEAD: int
+    STAGES: int
     PARTS: int
+    """Programs that share a head."""
+    SPAN: int
+    """ROWS of a part up to a power of two, a fold's 16 at least."""
+    ROW: int
+    """Stride of a state's rows."""
+    L: int
+    CAPACITY: int
+    RING: int
+    """Tokens that a product over the ring takes, L up to a power of two, 16 at least, as tensor cores want."""
+    EAGER: bool
 
     @classmethod
-    def of(cls, geometry: Geometry, launch: Launch, state_bytes: int) -> Cut:
-        """``PADDED`` is N up to a power of two, cut into chunks of ``WIDTH``; ``PARTS`` programs share a head."""
-        padded = power_of_two(geometry.state_dim)
-        width = min(padded, launch.lanes * max(1, 16 // state_bytes))
+    def of(cls, geometry: Geometry, launch: Launch, state: Tensor, layer: CacheLayer | None = None) -> Cut:
+        """``layer`` for a replay step; without one the ring's sizes mean nothing."""
+        padded = max(16, power_of_two(geometry.state_dim))
+        width = min(padded, launch.lanes * max(1, 16 // state.element_size()))
         rows = min(launch.rows, power_of_two(geometry.head_dim))
         tiles = min(launch.tiles, -(-geometry.head_dim // rows))
+        L, capacity = (layer.interval_length, layer.capacity) if layer else (1, 1)
         return cls(
             H=geometry.heads,
             SHARE=geometry.heads_per_group,
@@ -108,6 +128,35 @@ class Cut:
             WIDTH=width,
             M=rows,
             TILES=tiles,
-            AHEAD=max(1, min(launch.ahead, tiles - 1)),
+            STAGES=launch.stages,
             PARTS=-(-geometry.head_dim // (rows * tiles)),
+            SPAN=max(16, power_of_two(rows * tiles)),
+            ROW=state.stride(2),
+            L=L,
+            CAPACITY=capacity,
+            RING=max(16, power_of_two(L)),
+            EAGER=launch.eager and geometry.family != "kda",
         )
+
+    @property
+    def CHUNKS(self) -> int:
+        return self.PADDED // self.WIDTH
+
+    @property
+    def ROWS(self) -> int:
+        """Rows of a part."""
+        return self.M * self.TILES
+
+    @property
+    def WHOLE(self) -> bool:
+        """No tile reaches beyond the state."""
+        return self.P % self.ROWS == 0 and self.PADDED == self.N
+
+    @property
+    def FOLD(self) -> int:
+        """Rows that a flush takes at a time; tensor cores want 16."""
+        return 16
+
+    @property
+    def FOLDS(self) -> int:
+        return -(-self.ROWS // self.FOLD)

@@ -9,7 +9,6 @@ program computes these itself, from a ring that the group's programs find in L2:
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import triton
@@ -19,20 +18,25 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch, power_of_two, replay_launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.tiles import (
-    UNROLL,
     exp,
+    first_tile,
     load_chunks,
     load_ring,
+    load_ring_vectors,
     load_state,
     load_vector,
+    place,
+    product,
     ring_order,
-    shifted,
+    rows_of,
+    span,
     store_state,
     sum_later,
+    zeros,
 )
-from replayssm.recurrence.mamba2 import Inputs
+from replayssm.recurrence.mamba2 import Inputs, Ring
 
 
 class _Ring(NamedTuple):
@@ -59,6 +63,8 @@ class _Strides(NamedTuple):
 
 
 class _RingStrides(NamedTuple):
+    """As `_Strides`; of ``dt [S,H,R]`` all."""
+
     x: Any
     B: Any
     dt: Any
@@ -71,21 +77,12 @@ def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launc
     ``ValueError``, one line, on tensors it does not take.
     """
     strides, geometry = _check(out, state, inputs, slots)
-    rows, size = len(slots), state.element_size()
-    launch = launch or stored_launch(geometry, rows, size)
-    cut = Cut.of(geometry, launch, size)
+    rows = len(slots)
+    launch = launch or stored_launch(geometry, rows, state.element_size())
+    cut = Cut.of(geometry, launch, state)
     if rows:
-        _stored_kernel[(cut.PARTS * cut.H * rows,)](
-            out,
-            state,
-            inputs,
-            slots,
-            strides,
-            **asdict(cut),
-            ROW=state.stride(2),
-            num_warps=launch.warps,
-            maxnreg=launch.registers,
-        )
+        grid = (cut.PARTS * cut.H * rows,)
+        _stored_kernel[grid](out, state, inputs, slots, strides, cut, num_warps=launch.warps, maxnreg=launch.registers)
 
 
 def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
@@ -97,9 +94,9 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, l
     check_layer(layer, "mamba2")
     strides, geometry = _check(out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
-    rows, size = len(slots), layer.state.element_size()
-    launch = launch or replay_launch(geometry, rows, size, layer.interval_length)
-    cut = Cut.of(geometry, launch, size)
+    rows = len(slots)
+    launch = launch or replay_launch(geometry, rows, layer.state.element_size(), layer.interval_length)
+    cut = Cut.of(geometry, launch, layer.state, layer)
     ring = _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes)
     if rows:
         _replay_kernel[(cut.PARTS * cut.H * rows,)](
@@ -110,12 +107,7 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, l
             slots,
             strides,
             ring_strides,
-            **asdict(cut),
-            ROW=layer.state.stride(2),
-            L=layer.interval_length,
-            CAPACITY=layer.capacity,
-            RING=max(16, power_of_two(layer.capacity)),
-            EAGER=launch.eager,
+            cut,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -131,7 +123,7 @@ def _check(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_
         x=check("x", inputs.x, (rows, H, P), INPUTS),
         B=check("B", inputs.B, (rows, G, N), kind),
         C=check("C", inputs.C, (rows, G, N), kind),
-        dt=(*check("dt", inputs.dt, (rows, H), WIDE), 1),
+        dt=check("dt", inputs.dt, (rows, H), WIDE, scalars=True),
         z=None if inputs.z is None else check("z", inputs.z, (rows, H, P), kind),
     )
     check("A", inputs.A, (H,), WIDE)
@@ -148,206 +140,151 @@ def _check_ring(layer: CacheLayer, g: Geometry, inputs: Inputs) -> _RingStrides:
     return _RingStrides(
         x=check("ring x", layer.ring["x"], (slots, g.heads, R, g.head_dim), kind),
         B=check("ring B", layer.ring["B"], (slots, g.groups, R, g.state_dim), kind),
-        dt=check("ring dt", layer.ring["dt"], (slots, g.heads, R), WIDE),
+        dt=check("ring dt", layer.ring["dt"], (slots, g.heads, R), WIDE, scalars=True),
     )
 
 
 @triton.jit
-def _load_token(inputs, strides, row, head, m, end):
-    """``(x,)`` or ``(x, z)`` of the rows ``m``, in their dtype."""
-    token = (tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + m, mask=m < end, other=0.0),)
+def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr):
+    """One row's and head's inputs in float32, x and z of the rows ``p`` and zero where not ``mine``; B and x as they
+    arrived. A D or z that the layer lacks is 0.
+    """
+    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+    D, z = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    if inputs.D is not None:
+        D = tl.load(inputs.D + head)
     if inputs.z is not None:
-        token = token + (tl.load(inputs.z + row * strides.z[0] + head * strides.z[1] + m, mask=m < end, other=0.0),)
-    return token
+        z = tl.load(inputs.z + row * strides.z[0] + head * strides.z[1] + p, mask=mine, other=0.0).to(tl.float32)
+    return Inputs(
+        x=tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + p, mask=mine, other=0.0),
+        B=tl.load(inputs.B + row * strides.B[0] + group * strides.B[1] + n, mask=n < cut.N, other=0.0),
+        C=load_vector(inputs.C + row * strides.C[0] + group * strides.C[1], n, cut),
+        dt=tl.load(inputs.dt + row * strides.dt[0] + head * strides.dt[1]),
+        A=tl.load(inputs.A + head),
+        D=D,
+        z=z,
+    )
 
 
 @triton.jit
-def _finish(y, x, queue, Z: tl.constexpr, D, inputs, out, m, end):
-    """Skip connection, gate ``queue[Z]`` if there is one, and the one rounding of some rows of an output."""
-    y += D * x
-    if inputs.z is not None:
-        gate = queue[Z].to(tl.float32)
-        y *= gate / (1.0 + tl.exp(-gate))
+def _store(out, y, token, t, m, end, cut: tl.constexpr):
+    """Gate, and the one rounding of rows ``m``, which begin ``t`` rows into the program's."""
+    if len(token.z.shape) == 1:
+        z = rows_of(token.z, t, m, cut)
+        y *= z / (1.0 + tl.exp(-z))
     tl.store(out + m, y.to(out.dtype.element_ty), mask=m < end)
 
 
 @triton.jit
-def _stored_kernel(
-    out,
-    state,
-    inputs,
-    slots,
-    strides,
-    H: tl.constexpr,
-    SHARE: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    program = tl.program_id(0)
-    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+def _stored_kernel(out, state, inputs, slots, strides, cut: tl.constexpr):
+    part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    CHUNKS: tl.constexpr = PADDED // WIDTH
-    SIZE: tl.constexpr = CHUNKS + 1 if inputs.z is None else CHUNKS + 2
-    first = part * TILES * M + tl.arange(0, M)
-    end = tl.minimum(P, (part + 1) * TILES * M)
-    states = state + slot * strides.state[0] + head * strides.state[1]
-    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    queue = ()
-    for t in tl.static_range(AHEAD):
-        m = first + t * M
-        queue = queue + load_state(states + t * M * ROW, m, end, N, CHUNKS, WIDTH)
-        queue = queue + _load_token(inputs, strides, row, head, m, end)
-    group = head // SHARE
-    Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], N, PADDED, WIDTH)
-    Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], N, PADDED, WIDTH)
-    dt = tl.load(inputs.dt + row * strides.dt[0] + head)
-    decay = exp(tl.load(inputs.A + head) * dt)
-    D = 0.0 if inputs.D is None else tl.load(inputs.D + head)
-    outs = out + row * strides.out[0] + head * strides.out[1]
-    for t in tl.range(TILES):
-        m = first + t * M
-        if AHEAD < TILES:
-            far = m + AHEAD * M
-            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
-            new = new + _load_token(inputs, strides, row, head, far, end)
-        x = queue[CHUNKS].to(tl.float32)
-        product = tl.zeros((M, WIDTH), tl.float32)
-        moved = ()
-        for c in tl.static_range(CHUNKS):
-            chunk = queue[c].to(tl.float32) * decay + (dt * x)[:, None] * Bs[c][None, :]
-            product += chunk * Cs[c][None, :]
+    p, end = span(part, cut)
+    first = part * cut.ROWS + tl.arange(0, cut.M)
+    tiles = first_tile(state + slot * strides.state[0] + head * strides.state[1], part, cut)
+    if cut.TILES == 1:
+        S = load_state(tiles, first, end, cut)
+    token = _load_token(inputs, strides, row, head, p, p < end, cut)
+    group = head // cut.SHARE
+    Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], cut)
+    Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
+    decay = exp(token.A * token.dt)
+    x = token.x.to(tl.float32)
+    out += row * strides.out[0] + head * strides.out[1]
+    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+        m, tile = first + t * cut.M, tiles + t * cut.M * cut.ROW
+        if cut.TILES > 1:
+            S = load_state(tile, m, end, cut)
+        xs = rows_of(x, t * cut.M, m, cut)
+        y, moved = zeros(cut), ()
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+            chunk = S[c].to(tl.float32) * decay + (token.dt * xs)[:, None] * Bs[c][None, :]
+            y += chunk * Cs[c][None, :]
             moved = moved + (chunk,)
-        store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
-        _finish(tl.sum(product, axis=1), x, queue, CHUNKS + 1, D, inputs, outs, m, end)
-        if AHEAD < TILES:
-            queue = shifted(queue, new, SIZE, AHEAD)
+        store_state(tile, m, end, moved, cut)
+        _store(out, tl.sum(y, axis=1) + token.D * xs, token, t * cut.M, m, end, cut)
 
 
 @triton.jit
-def _replay_kernel(
-    out,
-    state,
-    ring,
-    inputs,
-    slots,
-    strides,
-    ring_strides,
-    H: tl.constexpr,
-    SHARE: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-    TILES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROW: tl.constexpr,
-    L: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
-    EAGER: tl.constexpr,
-):
-    program = tl.program_id(0)
-    part, head, row = program % PARTS, program // PARTS % H, (program // (PARTS * H)).to(tl.int64)
+def _replay_kernel(out, state, ring, inputs, slots, strides, ring_strides, cut: tl.constexpr):
+    part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    group = head // SHARE
-    length = tl.load(ring.cursor + slot)
-    oldest = tl.load(ring.origin + slot)
-    CHUNKS: tl.constexpr = PADDED // WIDTH
-    SIZE: tl.constexpr = CHUNKS + 2 if inputs.z is None else CHUNKS + 3
-    first = part * TILES * M + tl.arange(0, M)
-    end = tl.minimum(P, (part + 1) * TILES * M)
-    states = state + slot * strides.state[0] + head * strides.state[1]
-    states = states + first[:, None] * ROW + tl.arange(0, WIDTH)[None, :]
-    tiles = ()
-    for t in tl.static_range(AHEAD):
-        tiles = tiles + (load_state(states + t * M * ROW, first + t * M, end, N, CHUNKS, WIDTH),)
-
-    # The token, then the ring, all asked for before anything is used.
-    B_token = inputs.B + row * strides.B[0] + group * strides.B[1]
-    C_token = inputs.C + row * strides.C[0] + group * strides.C[1]
-    Cs = load_chunks(C_token, N, PADDED, WIDTH)
-    n = tl.arange(0, PADDED)
-    C = load_vector(C_token, n, N, PADDED)
-    B = load_vector(B_token, n, N, PADDED)
-    A = tl.load(inputs.A + head)
-    dt = tl.load(inputs.dt + row * strides.dt[0] + head)
-    D = 0.0 if inputs.D is None else tl.load(inputs.D + head)
+    length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
+    p, end = span(part, cut)
+    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+    state += slot * strides.state[0] + head * strides.state[1]
     ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
     ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
     ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
-    entry, age, valid = ring_order(length, oldest, RING, CAPACITY, EAGER)
-    dts = load_ring(ring_dt + entry, valid, EAGER)
-    B_valid = valid[:, None] if PADDED == N else valid[:, None] & (n < N)[None, :]
-    Bs = load_ring(ring_B + entry[:, None] * ring_strides.B[2] + n[None, :], B_valid, EAGER and PADDED == N)
-    x_entries = ring_x + entry[:, None] * ring_strides.x[2] + first[None, :]
-    queue = ()
-    for t in tl.static_range(AHEAD):
-        m = first + t * M
-        old = load_ring(x_entries + t * M, valid[:, None] & (m < end)[None, :], False)
-        queue = queue + tiles[t] + (old,) + _load_token(inputs, strides, row, head, m, end)
+    out += row * strides.out[0] + head * strides.out[1]
 
-    weight = dts * exp(A * (sum_later(dts, age) + dt))
-    decay = exp(A * (tl.sum(dts, axis=0) + dt))
-    weight_BC = weight * tl.sum(Bs.to(tl.float32) * C[None, :], axis=1)
-    BC_token = dt * tl.sum(B * C, axis=0)
-    outs = out + row * strides.out[0] + head * strides.out[1]
-    flush = length == L - 1
-    last = (oldest + length) % CAPACITY
-    for t in tl.range(TILES):
-        m = first + t * M
-        if AHEAD < TILES:
-            far = m + AHEAD * M
-            new = load_state(states + (t + AHEAD) * M * ROW, far, end, N, CHUNKS, WIDTH)
-            new = new + (load_ring(x_entries + (t + AHEAD) * M, valid[:, None] & (far < end)[None, :], False),)
-            new = new + _load_token(inputs, strides, row, head, far, end)
-        x = queue[CHUNKS + 1].to(tl.float32)
-        product = tl.zeros((M, WIDTH), tl.float32)
-        for c in tl.static_range(CHUNKS):
-            product += queue[c].to(tl.float32) * Cs[c][None, :]
-        y = decay * tl.sum(product, axis=1) + tl.sum(weight_BC[:, None] * queue[CHUNKS].to(tl.float32), axis=0)
-        _finish(y + BC_token * x, x, queue, CHUNKS + 2, D, inputs, outs, m, end)
-        if flush:
-            moved = ()
-            for c in tl.static_range(CHUNKS):
-                now = load_vector(B_token, c * WIDTH + tl.arange(0, WIDTH), N, PADDED)
-                moved = moved + (queue[c].to(tl.float32) * decay + (dt * x)[:, None] * now[None, :],)
-            since = dt
-            for i in tl.range(0, L - 1, loop_unroll_factor=UNROLL):
-                # Newest first, so that the time that passed since is a running sum.
-                at = (oldest + (L - 2 - i)) % CAPACITY
-                dt_old = tl.load(ring_dt + at)
-                x_old = tl.load(ring_x + at * ring_strides.x[2] + m, mask=m < end, other=0.0).to(tl.float32)
-                weighted = dt_old * exp(A * since) * x_old
-                added = ()
-                for c in tl.static_range(CHUNKS):
-                    B_old = load_vector(ring_B + at * ring_strides.B[2], c * WIDTH + tl.arange(0, WIDTH), N, PADDED)
-                    added = added + (moved[c] + weighted[:, None] * B_old[None, :],)
-                moved = added
-                since += dt_old
-            store_state(states + t * M * ROW, m, end, moved, N, CHUNKS, WIDTH)
-        else:
-            tl.store(ring_x + last * ring_strides.x[2] + m, queue[CHUNKS + 1], mask=m < end)
-        if AHEAD < TILES:
-            queue = shifted(queue, new, SIZE, AHEAD)
-    if part == 0:
-        if flush:
-            if head == 0:
-                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-        else:
-            tl.store(ring_dt + last, dt)
-            if head % SHARE == 0:
-                B_raw = tl.load(B_token + n, mask=n < N, other=0.0)
-                tl.store(ring_B + last * ring_strides.B[2] + n, B_raw, mask=n < N)
+    # Asked for before anything is used: what needs no cursor comes first, and whether to flush is decided last.
+    S = ()
+    if cut.TILES == 1:
+        S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
+    token = _load_token(inputs, strides, row, head, p, p < end, cut)
+    Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
+    entry, age, valid = ring_order(length, oldest, cut)
+    old = Ring(
+        x=load_ring_vectors(ring_x + entry * ring_strides.x[2], valid, p, end, cut),
+        B=load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut),
+        dt=load_ring(ring_dt + entry * ring_strides.dt[2], valid, cut),
+    )
+    if length == cut.L - 1:
+        now = tl.arange(0, cut.RING) == cut.L - 1  # the token takes a row that no ring token has
+        dts = tl.where(now, token.dt, old.dt)
+        Bs = tl.where(now[:, None], token.B[None, :], old.B)
+        weight = dts * exp(token.A * sum_later(dts, tl.where(now, cut.L - 1, age)))
+        decay = exp(token.A * tl.sum(dts, axis=0))
+        _flush(out, state, ring_x + entry * ring_strides.x[2], valid, now, weight, Bs, decay, token, part, end, cut)
+        if part == 0 and head == 0:
+            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+    else:
+        decay = exp(token.A * (tl.sum(old.dt, axis=0) + token.dt))
+        weight = old.dt * exp(token.A * (sum_later(old.dt, age) + token.dt))
+        weight *= tl.sum(old.B.to(tl.float32) * token.C[None, :], axis=1)
+        BC = token.dt * tl.sum(token.B.to(tl.float32) * token.C, axis=0)
+        added = tl.sum(weight[:, None] * old.x.to(tl.float32), axis=0) + (BC + token.D) * token.x.to(tl.float32)
+        last = (oldest + length) % cut.CAPACITY
+        tl.store(ring_x + last * ring_strides.x[2] + p, token.x, mask=p < end)
+        if part == 0:
+            tl.store(ring_dt + last * ring_strides.dt[2], token.dt)
+            if head % cut.SHARE == 0:
+                tl.store(ring_B + last * ring_strides.B[2] + n, token.B, mask=n < cut.N)
+        _read(out, state, S, Cs, decay, added, token, part, end, cut)
+
+
+@triton.jit
+def _read(out, state, S, Cs, decay, added, token, part, end, cut: tl.constexpr):
+    """Outputs from the checkpoint and what ring and token have ``added`` to them; ``S`` if it has been loaded."""
+    first, tiles = part * cut.ROWS + tl.arange(0, cut.M), first_tile(state, part, cut)
+    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+        m = first + t * cut.M
+        tile = S if cut.TILES == 1 else load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
+        SC = zeros(cut)
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+            SC += tile[c].to(tl.float32) * Cs[c][None, :]
+        y = decay * tl.sum(SC, axis=1) + rows_of(added, t * cut.M, m, cut)
+        _store(out, y, token, t * cut.M, m, end, cut)
+
+
+@triton.jit
+def _flush(out, state, ring_x, valid, now, weight, Bs, decay, token, part, end, cut: tl.constexpr):
+    """Fold ring and token, the rows ``now``, into the checkpoint; outputs from what it becomes."""
+    first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
+    tiles = state + first[:, None] * cut.ROW + n[None, :]
+    for t in tl.range(cut.FOLDS, num_stages=2):
+        m = first + t * cut.FOLD
+        mask = (m < end)[:, None] & (n < cut.N)[None, :]
+        S = tl.load(tiles + t * cut.FOLD * cut.ROW, mask=mask, other=0.0)
+        xs = tl.load(ring_x[None, :] + m[:, None], mask=valid[None, :] & (m < end)[:, None], other=0.0)
+        x = rows_of(token.x, t * cut.FOLD, m, cut)
+        xs = tl.where(now[None, :], x[:, None], xs).to(tl.float32)
+        moved = S.to(tl.float32) * decay + product(xs * weight[None, :], Bs)
+        y = tl.sum(moved * token.C[None, :], axis=1) + token.D * x.to(tl.float32)
+        _store(out, y, token, t * cut.FOLD, m, end, cut)
+        tl.store(tiles + t * cut.FOLD * cut.ROW, moved.to(state.dtype.element_ty), mask=mask)

@@ -1,11 +1,7 @@
-"""What the kernels share: tiles of a state, rings, an exponential.
+"""What the kernels share: who takes what, tiles of a state, rings, products on tensor cores, an exponential.
 
-A tile of M rows of a state ``[P,N]`` is held as a tuple of chunks ``[M, WIDTH]``, what the lanes load at once. All
-chunks of all tiles lie at fixed distances from one pointer a thread, which the loads take as part of the instruction;
-and a product with a vector adds up over chunks within a thread and only over WIDTH among lanes.
-
-Rings are read in time order, or, with ``EAGER``, as they lie in memory, without waiting for cursor and origin. Eager
-reads whole rings; what is not valid is replaced before any arithmetic, so that a free entry's NaN never counts.
+A tile of M rows of a state ``[P,N]`` is held as a tuple of chunks ``[M,WIDTH]``, what the lanes load at once: a product
+with a vector adds up over chunks within a thread and only over WIDTH among lanes. ``cut`` is a `launch.Cut` everywhere.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,20 +9,22 @@ reads whole rings; what is not valid is replaced before any arithmetic, so that 
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-UNROLL = tl.constexpr(3)
-"""Ring tokens that a fold loads before it uses the first."""
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""The interpreter multiplies the bits of bfloat16 as if they were integers."""
 
 
 @triton.jit
 def exp(x):
     """e^x for x <= 0, to about one unit in the last place; the hardware's own is off by several.
 
-    A decay is applied at every step, and its error is the same each time for a head whose gate barely moves.
+    A decay is applied at every step, and its error is the same each time for a head whose gate barely moves. NaN stays.
     """
-    x = tl.maximum(x, -88.0)
+    x = tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * 1.44269504 + 0.5)
     r = (x - n * 0.693359375) + n * 2.12194440e-4
     p = 1.0 / 5040
@@ -50,80 +48,136 @@ def rnorm(square):
 
 
 @triton.jit
-def load_vector(pointer, n, N: tl.constexpr, PADDED: tl.constexpr):
+def place(cut: tl.constexpr):
+    """``(part, head, row)`` of this program; rows as int64, since they are multiplied by strides."""
+    program = tl.program_id(0)
+    return program % cut.PARTS, program // cut.PARTS % cut.H, (program // (cut.PARTS * cut.H)).to(tl.int64)
+
+
+@triton.jit
+def span(part, cut: tl.constexpr):
+    """All rows of a part, up to a power of two, and the first that is not its own."""
+    return part * cut.ROWS + tl.arange(0, cut.SPAN), tl.minimum(cut.P, (part + 1) * cut.ROWS)
+
+
+@triton.jit
+def rows_of(values, t, m, cut: tl.constexpr):
+    """Of a vector over the span the rows ``m``, which begin at its element ``t``."""
+    if m.shape[0] != cut.SPAN:
+        values = tl.gather(values, t + tl.arange(0, m.shape[0]), 0)
+    return values
+
+
+@triton.jit
+def load_vector(pointer, n, cut: tl.constexpr):
     """Elements ``n`` of a contiguous vector of N in float32, zero behind it."""
-    if PADDED == N:
+    if cut.PADDED == cut.N:
         return tl.load(pointer + n).to(tl.float32)
     else:
-        return tl.load(pointer + n, mask=n < N, other=0.0).to(tl.float32)
+        return tl.load(pointer + n, mask=n < cut.N, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_chunks(pointer, N: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+def load_chunks(pointer, cut: tl.constexpr):
     """A contiguous vector of N in float32, as a tuple of chunks."""
     chunks = ()
-    for c in tl.static_range(PADDED // WIDTH):
-        chunks = chunks + (load_vector(pointer, c * WIDTH + tl.arange(0, WIDTH), N, PADDED),)
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        chunks = chunks + (load_vector(pointer, c * cut.WIDTH + tl.arange(0, cut.WIDTH), cut),)
     return chunks
 
 
 @triton.jit
-def load_state(pointers, m, end, N: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+def first_tile(state, part, cut: tl.constexpr):
+    """Pointers ``[M,WIDTH]`` to the first chunk of a part's first tile."""
+    first = part * cut.ROWS + tl.arange(0, cut.M)
+    return state + first[:, None] * cut.ROW + tl.arange(0, cut.WIDTH)[None, :]
+
+
+@triton.jit
+def load_state(pointers, m, end, cut: tl.constexpr):
     """Rows ``m`` before ``end`` as a tuple of chunks, in the state's dtype; ``pointers [M,WIDTH]`` to their first one.
 
-    Other rows hold anything; columns behind N are zero.
+    Other rows, and columns behind N, are zero.
     """
     chunks = ()
-    for c in tl.static_range(CHUNKS):
-        if CHUNKS * WIDTH == N:
-            chunks = chunks + (tl.load(pointers + c * WIDTH, mask=(m < end)[:, None]),)
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        if cut.WHOLE:
+            chunks = chunks + (tl.load(pointers + c * cut.WIDTH),)
         else:
-            mask = (m < end)[:, None] & (c * WIDTH + tl.arange(0, WIDTH) < N)[None, :]
-            chunks = chunks + (tl.load(pointers + c * WIDTH, mask=mask, other=0.0),)
+            mask = (m < end)[:, None] & (c * cut.WIDTH + tl.arange(0, cut.WIDTH) < cut.N)[None, :]
+            chunks = chunks + (tl.load(pointers + c * cut.WIDTH, mask=mask, other=0.0),)
     return chunks
 
 
 @triton.jit
-def shifted(queue, new, SIZE: tl.constexpr, LENGTH: tl.constexpr):
-    """A flat queue of LENGTH groups of SIZE without its first group, and with ``new`` at its end."""
-    result = ()
-    for i in tl.static_range(SIZE, SIZE * LENGTH):
-        result = result + (queue[i],)
-    return result + new
-
-
-@triton.jit
-def store_state(pointers, m, end, chunks, N: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+def store_state(pointers, m, end, chunks, cut: tl.constexpr):
     """Write what `load_state` reads, rounded to the state's dtype."""
-    for c in tl.static_range(CHUNKS):
-        mask = (m < end)[:, None]
-        if CHUNKS * WIDTH != N:
-            mask = mask & (c * WIDTH + tl.arange(0, WIDTH) < N)[None, :]
-        tl.store(pointers + c * WIDTH, chunks[c].to(pointers.dtype.element_ty), mask=mask)
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        mask = (m < end)[:, None] & (c * cut.WIDTH + tl.arange(0, cut.WIDTH) < cut.N)[None, :]
+        tl.store(pointers + c * cut.WIDTH, chunks[c].to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def ring_order(length, oldest, RING: tl.constexpr, CAPACITY: tl.constexpr, EAGER: tl.constexpr):
-    """``(entry, age, valid)``, each ``[RING]``: places in the ring, the time order of their tokens, and which count."""
-    j = tl.arange(0, RING)
-    if EAGER:
-        entry = tl.minimum(j, CAPACITY - 1)
-        age = (entry - oldest + CAPACITY) % CAPACITY
-        return entry, age, (j < CAPACITY) & (age < length)
+def zeros(cut: tl.constexpr):
+    """``[M,WIDTH]`` in float32."""
+    M: tl.constexpr = cut.M
+    WIDTH: tl.constexpr = cut.WIDTH
+    return tl.zeros((M, WIDTH), tl.float32)
+
+
+@triton.jit
+def ring_order(length, oldest, cut: tl.constexpr):
+    """``(entry, age, valid)``, each ``[RING]``: places in the ring, the time order of their tokens, and which count.
+
+    In time order, or, EAGER, as they lie in memory, so that the loads need not wait for cursor and origin.
+    """
+    j = tl.arange(0, cut.RING)
+    if cut.EAGER:
+        entry = tl.minimum(j, cut.CAPACITY - 1)
+        age = (entry - oldest + cut.CAPACITY) % cut.CAPACITY
+        return entry, age, (j < cut.CAPACITY) & (age < length)
     else:
-        return (oldest + j) % CAPACITY, j, j < length
+        return (oldest + j) % cut.CAPACITY, j, j < length
 
 
 @triton.jit
-def load_ring(pointers, valid, EAGER: tl.constexpr):
-    """Ring values in the ring's dtype, zero where ``valid`` is false."""
-    if EAGER:
-        return tl.where(valid, tl.load(pointers), 0.0).to(pointers.dtype.element_ty)
+def load_ring(pointers, valid, cut: tl.constexpr):
+    """Numbers ``[RING]`` of the ring, zero where ``valid`` is false, whatever lies there."""
+    if cut.EAGER:
+        return tl.where(valid, tl.load(pointers), 0.0)
     else:
         return tl.load(pointers, mask=valid, other=0.0)
+
+
+@triton.jit
+def load_ring_vectors(pointers, valid, n, end, cut: tl.constexpr):
+    """Elements ``n`` before ``end`` of vectors of the ring, ``pointers [RING]`` to their starts, as `load_ring`."""
+    pointers = pointers[:, None] + n[None, :]
+    if cut.EAGER:
+        values = tl.load(pointers, mask=(n < end)[None, :], other=0.0)
+        return tl.where(valid[:, None], values, 0.0).to(values.dtype)
+    else:
+        return tl.load(pointers, mask=valid[:, None] & (n < end)[None, :], other=0.0)
 
 
 @triton.jit
 def sum_later(g, age):
     """For each token of ``g [RING]`` the sum over the tokens behind it, formed without subtracting."""
     return tl.sum(tl.where(age[None, :] > age[:, None], g[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def product(a, b):
+    """``a [M,RING] @ b [RING,N]`` to float32's accuracy, on tensor cores; ``a`` in float32, finite.
+
+    Three bfloat16 numbers hold a float32 exactly, so that products with a bfloat16 ``b`` are exact and sums are in
+    float32. Any other ``b`` takes three products in tf32.
+    """
+    if b.dtype == tl.bfloat16 and not INTERPRETED:
+        high = a.to(tl.bfloat16)
+        rest = a - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(high, b, tl.dot(middle, b, tl.dot(low, b)))
+    else:
+        return tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
