@@ -8,7 +8,7 @@ BIN := .venv/bin
 SETUP := $(PYTHON) scripts/environment.py --environment $(ENVIRONMENT)
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test lint format check resolve-gpu clean
+.PHONY: help reproduce test lint format check compile-gpu resolve-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ format: ## format the code and strip notebook outputs, as the pre-commit hooks d
 
 check: lint test ## lint, test, and compare every committed table, figure and report with the committed records
 	$(BIN)/python -m analysis --check
+
+compile-gpu: ## compile the Triton kernels for six NVIDIA architectures, without a GPU, and compare what they take
+	@$(SETUP) --extras dev
+	@$(BIN)/python -m scripts.compile_triton --check
 
 resolve-gpu: ## ask the package index whether the GPU set of packages resolves; installs nothing
 	@$(SETUP) --extras dev

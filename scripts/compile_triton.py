@@ -1,37 +1,55 @@
-"""Compile every Triton kernel for NVIDIA GPUs that need not be here, and print registers, spills and shared memory.
+"""Compile every Triton kernel for NVIDIA GPUs that need not be here; results/triton_resources.csv says what each takes.
 
-    python scripts/compile_triton.py [--architectures 80 90 ...] [--models nano_4b kda ...] [--launch rows,tiles,warps]
+    python -m scripts.compile_triton                                        the declared set; writes the table
+    python -m scripts.compile_triton --check                                the same; compares, and writes nothing
+    python -m scripts.compile_triton --architectures 90 --models kimi --states fp16 --launch rows=8,tiles=16,warps=2
 
 The kernels' own entry points are called, with a stand-in for the driver that compiles and does not launch, so that what
-is compiled is what would run: argument types, alignment, launch defaults. Fails if any kernel does not compile. Takes a
-few seconds a kernel and architecture; Triton's cache makes the second time quick. Needs Triton, and no GPU.
+is compiled is what would run: argument types, alignment, launch defaults of the batch. The declared set is everything
+for sm_90, and one geometry a family, at the largest batch, for the other architectures. Fails if a kernel does not
+compile or keeps more than the declared bytes a thread on its stack, where spilled registers go. Registers depend on the
+versions of Triton and of its assembler, which the table names; ``--check`` lists rows that differ and does not mind
+them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which know all six architectures;
+from sm_90 on it compiles for the variant of one architecture (sm_103a), which runs on no other.
+
+Takes one to three seconds a kernel and core the first time, less with Triton's cache. Needs Triton, and no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
-import json
+import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from experiments.inputs import make_inputs
 from replayssm.cache import ReplayCache
+from replayssm.formats import DTYPES
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import gdn, kda, mamba2
 from replayssm.kernels.triton.launch import Launch
 
+TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
+WHOLE = 90
+"""The architecture for which everything is compiled."""
 KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 MODELS = {
     "nano_4b": Geometry("mamba2", 96, 8, 80, 128),
@@ -39,7 +57,34 @@ MODELS = {
     "qwen_4b": Geometry("gdn", 32, 16, 128, 128),
     "kimi": Geometry("kda", 32, 32, 128, 128),
 }
-STATES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ELSEWHERE = ("nano_4b", "qwen_4b", "kimi")
+BATCH_SIZES = (1, 8, 256)
+"""One of each class of launch: a row's heads cut finely, a few, a whole head a program."""
+INTERVAL_LENGTH = 16
+STACK_LIMIT_BYTES = 32
+"""Launches that cap a thread's registers leave a few bytes there; a kernel that spills its tiles has hundreds."""
+KEY = ("architecture", "model", "state", "batch_size", "step", "kernel")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call a step: ``launch`` None is the default."""
+
+    architecture: int
+    model: str
+    state: str
+    batch_size: int
+    interval_length: int = INTERVAL_LENGTH
+    launch: Launch | None = None
+
+    def __str__(self) -> str:
+        return f"sm_{self.architecture} {self.model} {self.state} batch {self.batch_size}"
+
+
+def declared() -> list[Case]:
+    whole = itertools.product([WHOLE], MODELS, DTYPES, BATCH_SIZES)
+    others = [architecture for architecture in ARCHITECTURES if architecture != WHOLE]
+    return [Case(*c) for c in (*whole, *itertools.product(others, ELSEWHERE, ("fp32", "fp16"), BATCH_SIZES[-1:]))]
 
 
 class _Compiler:
@@ -52,15 +97,16 @@ class _Compiler:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps compiled kernels by device, and would hand out those of another architecture.
+        return self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def compiled(architecture: int, call: Any) -> Any:
-    """The kernel that ``call()`` would launch, compiled for ``architecture``."""
-    kernels = []
+def compiled(architecture: int, call: Any) -> list[Any]:
+    """The kernels that ``call()`` would launch, compiled for ``architecture``."""
+    kernels: list[Any] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -72,62 +118,150 @@ def compiled(architecture: int, call: Any) -> Any:
         call()
     finally:
         JITFunction.run = run
-    (kernel,) = kernels
-    return kernel
+    if [k.metadata.target.arch for k in kernels] != [architecture] * max(1, len(kernels)):
+        raise RuntimeError(f"compiled {[k.metadata.target for k in kernels]} instead of sm_{architecture}")
+    return kernels
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """``registers`` a thread, ``stack`` and ``local`` bytes a thread (spills), as the assembler says."""
+    """Registers and bytes of stack a thread, as the assembler says."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text))
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"]) + int(found["LOCAL"])}
+
+
+def calls(case: Case) -> dict[str, Any]:
+    """One call a step with the batch's inputs; all rows use one slot, since nothing runs."""
+    geometry, state = MODELS[case.model], DTYPES[case.state]
+    cache = ReplayCache(geometry, slots=1, interval_length=case.interval_length, state_dtype=state)
+    inputs = make_inputs(geometry, case.batch_size, 1, dtype=torch.bfloat16, seed=0)[0]
+    out = torch.empty(case.batch_size, geometry.heads, geometry.head_dim, dtype=torch.bfloat16)
+    slots = torch.zeros(case.batch_size, dtype=torch.int64)
+    kernels, layer = KERNELS[geometry.family], cache.layer(0)
     return {
-        long: int(found[short])
-        for short, long in zip(("REG", "STACK", "LOCAL"), ("registers", "stack", "local"), strict=True)
+        "stored": lambda: kernels.stored_step(out, layer.state, inputs, slots, case.launch),
+        "replay": lambda: kernels.replay_step(out, layer, inputs, slots, case.launch),
     }
 
 
-def calls(
-    geometry: Geometry, state: torch.dtype, batch_size: int, interval_length: int, launch: Launch | None
-) -> dict[str, Any]:
-    """One call a kernel, on small tensors of the layer's shape; sizes of the batch are in the heuristic only."""
-    cache = ReplayCache(geometry, slots=1, interval_length=interval_length, state_dtype=state)
-    inputs = make_inputs(geometry, 1, 1, dtype=torch.bfloat16, seed=0)[0]
-    out = torch.empty(1, geometry.heads, geometry.head_dim, dtype=torch.bfloat16)
-    slots, kernels, layer = torch.zeros(1, dtype=torch.int64), KERNELS[geometry.family], cache.layer(0)
-    return {
-        "stored": lambda: kernels.stored_step(out, layer.state, inputs, slots, launch),
-        "replay": lambda: kernels.replay_step(out, layer, inputs, slots, launch),
-    }
+def compile_case(case: Case) -> list[dict[str, Any]]:
+    """The table's rows of one case."""
+    torch.set_num_threads(1)
+    rows = []
+    for step, call in calls(case).items():
+        for kernel in compiled(case.architecture, call):
+            row = {"architecture": f"sm_{case.architecture}", "model": case.model, "state": case.state}
+            row |= {"batch_size": case.batch_size, "step": step, "kernel": kernel.metadata.name}
+            row |= {"warps": kernel.metadata.num_warps, **resources(kernel.asm["cubin"])}
+            row |= {"shared_bytes": kernel.metadata.shared, "triton": triton.__version__}
+            rows.append(row | {"assembler": get_ptxas(case.architecture).version})
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--states", nargs="+", choices=STATES, default=["fp32", "fp16"])
-    parser.add_argument("--interval-length", type=int, default=16)
-    parser.add_argument("--launch", help="rows,tiles,warps[,lanes[,ahead[,eager]]] instead of the default")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+def compile_all(cases: list[Case], workers: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows in the order of the cases, and a line for each case that failed; says how far it is."""
+    started, found, failures = time.monotonic(), {}, []
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(compile_case, case): case for case in cases}
+        for done, future in enumerate(as_completed(running), 1):
+            case, error = running[future], future.exception()
+            if error is not None:
+                failures.append(f"{case} does not compile: {type(error).__name__}: {error}")
+                told = "FAILED"
+            else:
+                found[case] = future.result()
+                told = ", ".join(in_words(row) for row in found[case])
+            print(f"[{done}/{len(cases)}, {time.monotonic() - started:.0f} s] {case}: {told}", flush=True)
+    return [row for case in cases for row in found.get(case, [])], failures
+
+
+def in_words(row: dict[str, Any]) -> str:
+    spilled = f" STACK {row['stack_bytes']} B" if row["stack_bytes"] else ""
+    return f"{row['step']} {row['registers']} registers {row['shared_bytes']} B shared{spilled}"
+
+
+def beyond_limit(rows: list[dict[str, Any]], limit_bytes: int) -> list[str]:
+    """A line a kernel that spills more than is allowed."""
+    return [
+        f"{' '.join(str(row[name]) for name in KEY)}: {row['stack_bytes']} bytes of stack; accepted: {limit_bytes}"
+        for row in rows
+        if row["stack_bytes"] > limit_bytes
+    ]
+
+
+def differences(rows: list[dict[str, Any]], committed: list[dict[str, Any]]) -> list[str]:
+    """A line for each row that is new, gone, or holds other figures."""
+    new, old = _by_key(rows), _by_key(committed)
+    lines = [f"{' '.join(key)}: not in the table" for key in new if key not in old]
+    lines += [f"{' '.join(key)}: only in the table" for key in old if key not in new]
+    for key in new:
+        changed = [f"{n} {old[key].get(n)} -> {v}" for n, v in new[key].items() if old.get(key, new[key]).get(n) != v]
+        lines += [f"{' '.join(key)}: {', '.join(changed)}"] if changed else []
+    return lines
+
+
+def _by_key(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], dict[str, str]]:
+    return {tuple(str(row[n]) for n in KEY): {n: str(value) for n, value in row.items()} for row in rows}
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def parse_launch(text: str) -> Launch:
+    """``rows=8,tiles=10,warps=1``: fields of `Launch`."""
+    try:
+        return Launch(**{name: int(value) for name, value in (field.split("=") for field in text.split(","))})
+    except (TypeError, ValueError) as error:
+        told = f"{text!r} is no launch ({error}); accepted: rows=8,tiles=10,warps=1"
+        raise argparse.ArgumentTypeError(told) from None
+
+
+def main() -> int:
+    """Exit status: 0, or 1 if a kernel does not compile or spills more than it may."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    chosen = parser.add_argument_group("instead of the declared set; nothing is written")
+    chosen.add_argument("--architectures", nargs="+", type=int)
+    chosen.add_argument("--models", nargs="+", choices=MODELS)
+    chosen.add_argument("--states", nargs="+", choices=DTYPES)
+    chosen.add_argument("--batch-sizes", nargs="+", type=int)
+    chosen.add_argument("--interval-length", type=int)
+    chosen.add_argument("--launch", type=parse_launch, help="fields of Launch, e.g. rows=8,tiles=10,warps=1")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; accepted: unset, since the interpreter compiles nothing")
-    numbers = [int(n) for n in options.launch.split(",")] if options.launch else None
-    launch = Launch(*numbers[:5], eager=any(numbers[5:])) if numbers else None
-    rows = []
-    for model, state in itertools.product(options.models, options.states):
-        for name, call in calls(MODELS[model], STATES[state], 1, options.interval_length, launch).items():
-            for architecture in options.architectures:
-                kernel = compiled(architecture, call)
-                used = resources(kernel.asm["cubin"]) | {"shared": kernel.metadata.shared}
-                rows.append({"model": model, "state": state, "kernel": name, "architecture": architecture} | used)
-                print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    selected = any(vars(options)[action.dest] is not None for action in chosen._group_actions)
+    cases = declared()
+    if selected:
+        axes = (options.architectures or (WHOLE,), options.models or MODELS, options.states or DTYPES)
+        grid = itertools.product(*axes, options.batch_sizes or BATCH_SIZES)
+        cases = [Case(*c, options.interval_length or INTERVAL_LENGTH, options.launch) for c in grid]
+    rows, failures = compile_all(cases, options.workers)
+    failures += beyond_limit(rows, STACK_LIMIT_BYTES)
+    if options.check and not selected:
+        changed = differences(rows, read(TABLE))
+        print(f"{len(rows) - len(changed)} of {len(rows)} kernels as in {TABLE.name}", *changed, sep="\n")
+    elif not selected and not failures:
+        write(rows, TABLE)
+    print(*failures, sep="\n", file=sys.stderr) if failures else print(f"all {len(rows)} kernels compiled")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

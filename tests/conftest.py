@@ -1,6 +1,12 @@
 """Settings of the whole suite."""
 
+import os
+
 import torch
 
 # The tensors of tests are small: threads would spend the cores waiting for each other.
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton's interpreter; read when Triton defines its own functions, so before any test imports it.
+    os.environ["TRITON_INTERPRET"] = "1"

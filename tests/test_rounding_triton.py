@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    # Read when Triton defines its own functions, so before its first import.
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from replayssm.formats import DTYPES, random_words, stochastic_round  # noqa: E402
-from replayssm.kernels.triton import rounding  # noqa: E402
+from replayssm.formats import DTYPES, random_words, stochastic_round
+from replayssm.kernels.triton import rounding
 
-DEVICE = "cuda" if GPU else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = ("bf16", "fp16")
 EDGES = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 65504.0, 65519.9, 65520.0, 3.4e38, 2.0**-14, 2.0**-24, 2.0**-25]
 EDGES += [2.0**-33, 2.0**-57, 2.0**-126, 2.0**-133, 2.0**-149, -1e-40, 1 - 2.0**-24, 2 - 2.0**-23, 6.1e-5, -6.09e-5]

@@ -1,0 +1,111 @@
+"""The ahead-of-time compilation: it compiles for the architecture asked for, and tells what changed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from scripts import compile_triton as script
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The script as a user starts it; other tests set TRITON_INTERPRET, which it refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-m", "scripts.compile_triton", *options]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_two_architectures_give_two_binaries() -> None:
+    code = (
+        "from scripts.compile_triton import *\n"
+        "for architecture in (80, 120):\n"
+        "    case = Case(architecture, 'nano_4b', 'fp32', 1)\n"
+        "    kernels = [k for call in calls(case).values() for k in compiled(architecture, call)]\n"
+        "    print(architecture, len(kernels), *{re.search(r'\\.target (\\w+)', k.asm['ptx'])[1] for k in kernels})\n"
+        "    print(*(resources(k.asm['cubin'])['registers'] > 0 for k in kernels))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"80 [2-9] sm_80\n(True ?)+\n120 [2-9] sm_120a\n(True ?)+\n", done.stdout)
+
+
+def test_the_declared_set_is_every_kernel_and_architecture() -> None:
+    cases = script.declared()
+    assert len(set(cases)) == len(cases)
+    for architecture in (80, 89, 90, 100, 103, 120):
+        chosen = [case for case in cases if case.architecture == architecture]
+        assert {script.MODELS[case.model].family for case in chosen} == {"mamba2", "gdn", "kda"}
+        assert {case.state for case in chosen} >= {"fp32", "fp16"}
+    whole = {(c.model, c.state, c.batch_size) for c in cases if c.architecture == 90}
+    assert len(whole) == len(script.MODELS) * 3 * len(script.BATCH_SIZES)
+
+
+def test_the_committed_table_is_of_the_declared_set_within_the_limit() -> None:
+    rows = script.read(script.TABLE)
+    named = {(r["architecture"], r["model"], r["state"], r["batch_size"], r["step"]) for r in rows}
+    wanted = {
+        (f"sm_{c.architecture}", c.model, c.state, str(c.batch_size), step)
+        for c in script.declared()
+        for step in ("stored", "replay")
+    }
+    assert named == wanted
+    assert max(int(r["stack_bytes"]) for r in rows) <= script.STACK_LIMIT_BYTES
+
+
+def row(**changed: object) -> dict[str, object]:
+    first = {"architecture": "sm_90", "model": "kimi", "state": "fp32", "batch_size": 1, "step": "replay"}
+    return first | {"kernel": "_replay_kernel", "registers": 64, "stack_bytes": 0} | changed
+
+
+def test_what_changed_is_named() -> None:
+    assert script.differences([row()], [row(registers="64", batch_size="1")]) == []
+    assert script.differences([row(), row(batch_size=8)], [row(registers=66), row(batch_size=256)]) == [
+        "sm_90 kimi fp32 8 replay _replay_kernel: not in the table",
+        "sm_90 kimi fp32 256 replay _replay_kernel: only in the table",
+        "sm_90 kimi fp32 1 replay _replay_kernel: registers 66 -> 64",
+    ]
+
+
+def test_spills_beyond_the_limit_are_named() -> None:
+    assert script.beyond_limit([row(), row(stack_bytes=40, step="stored")], 32) == [
+        "sm_90 kimi fp32 1 stored _replay_kernel: 40 bytes of stack; accepted: 32"
+    ]
+
+
+def test_the_table_survives_writing(tmp_path: pathlib.Path) -> None:
+    script.write([row(), row(step="stored")], tmp_path / "table.csv")
+    assert script.differences([row(), row(step="stored")], script.read(tmp_path / "table.csv")) == []
+    assert next(csv.reader((tmp_path / "table.csv").read_text().splitlines())) == list(row())
+    assert script.read(tmp_path / "none.csv") == []
+
+
+def test_a_kernel_that_does_not_compile_fails_the_run() -> None:
+    done = run("--architectures", "79", "--models", "nano_4b", "--states", "fp32", "--batch-sizes", "1")
+    assert done.returncode == 1
+    assert "sm_79 nano_4b fp32 batch 1 does not compile: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "told"),
+    [
+        ([], {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set; accepted: unset"),
+        (["--launch", "rows=3,tiles=1,warps=1"], {}, "rows=3 is impossible"),
+        (["--launch", "8,1,1"], {}, "accepted: rows=8,tiles=10,warps=1"),
+        (["--models", "gpt"], {}, "invalid choice: 'gpt'"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], variables: dict[str, str], told: str) -> None:
+    done = run(*options, **variables)
+    assert done.returncode == 2
+    assert told in done.stderr
