@@ -8,7 +8,7 @@ BIN := .venv/bin
 SETUP := $(PYTHON) scripts/environment.py --environment $(ENVIRONMENT)
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test lint format check compile-gpu resolve-gpu clean
+.PHONY: help reproduce test test-gpu lint format check compile-gpu resolve-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ reproduce: ## run the main job on this machine: records, tables, figures, claims
 test: ## run every test that needs no GPU
 	@$(SETUP) --extras dev
 	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: ## run the tests that need an NVIDIA GPU, compute-sanitizer's checks among them where a CUDA toolkit is found
+	@$(SETUP) --extras dev
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: ## check style, formatting, types and that notebooks hold no outputs; changes nothing
 	@$(SETUP) --extras dev

@@ -17,7 +17,9 @@ import triton.language as tl
 from replayssm.formats import DTYPES, random_words, stochastic_round
 from replayssm.kernels.triton import rounding
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if GPU else []
+DEVICE = "cuda" if GPU else "cpu"
 NARROW = ("bf16", "fp16")
 EDGES = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 65504.0, 65519.9, 65520.0, 3.4e38, 2.0**-14, 2.0**-24, 2.0**-25]
 EDGES += [2.0**-33, 2.0**-57, 2.0**-126, 2.0**-133, 2.0**-149, -1e-40, 1 - 2.0**-24, 2 - 2.0**-23, 6.1e-5, -6.09e-5]
