@@ -27,6 +27,7 @@ from replayssm.kernels.triton import gdn, kda, mamba2  # noqa: E402
 from replayssm.kernels.triton.launch import Launch  # noqa: E402
 from replayssm.recurrence import FAMILIES  # noqa: E402
 
+pytestmark = [pytest.mark.gpu] if GPU else []
 DEVICE = "cuda" if GPU else "cpu"
 KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 SLOTS = 7
