@@ -50,6 +50,8 @@ TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.c
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
 WHOLE = 90
 """The architecture for which everything is compiled."""
+DEVICE = "meta"
+"""Tensors without memory: nothing runs, and a cache lays them out as for a GPU wherever that differs from a CPU."""
 KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 MODELS = {
     "nano_4b": Geometry("mamba2", 96, 8, 80, 128),
@@ -135,12 +137,12 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def calls(case: Case) -> dict[str, Any]:
-    """One call a step with the batch's inputs; all rows use one slot, since nothing runs."""
+    """One call a step with the batch's inputs, without memory; sizes and strides are those of a GPU's tensors."""
     geometry, state = MODELS[case.model], DTYPES[case.state]
-    cache = ReplayCache(geometry, slots=1, interval_length=case.interval_length, state_dtype=state)
-    inputs = make_inputs(geometry, case.batch_size, 1, dtype=torch.bfloat16, seed=0)[0]
-    out = torch.empty(case.batch_size, geometry.heads, geometry.head_dim, dtype=torch.bfloat16)
-    slots = torch.zeros(case.batch_size, dtype=torch.int64)
+    cache = ReplayCache(geometry, slots=1, interval_length=case.interval_length, state_dtype=state, device=DEVICE)
+    inputs = make_inputs(geometry, case.batch_size, 1, dtype=torch.bfloat16, seed=0, device=DEVICE)[0]
+    out = torch.empty(case.batch_size, geometry.heads, geometry.head_dim, dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.empty(case.batch_size, dtype=torch.int64, device=DEVICE)
     kernels, layer = KERNELS[geometry.family], cache.layer(0)
     return {
         "stored": lambda: kernels.stored_step(out, layer.state, inputs, slots, case.launch),
