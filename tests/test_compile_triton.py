@@ -18,11 +18,10 @@ from scripts import compile_triton as script
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The script as a user starts it; other tests set TRITON_INTERPRET, which it refuses."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    command = [sys.executable, "-m", "scripts.compile_triton", *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Python from the project's root without TRITON_INTERPRET, which other tests set and which compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def test_two_architectures_give_two_binaries() -> None:
@@ -34,8 +33,7 @@ def test_two_architectures_give_two_binaries() -> None:
         "    print(architecture, len(kernels), *{re.search(r'\\.target (\\w+)', k.asm['ptx'])[1] for k in kernels})\n"
         "    print(*(resources(k.asm['cubin'])['registers'] > 0 for k in kernels))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"80 [2-9] sm_80\n(True ?)+\n120 [2-9] sm_120a\n(True ?)+\n", done.stdout)
 
@@ -91,21 +89,27 @@ def test_the_table_survives_writing(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_kernel_that_does_not_compile_fails_the_run() -> None:
-    done = run("--architectures", "79", "--models", "nano_4b", "--states", "fp32", "--batch-sizes", "1")
+    choice = ["--architectures", "79", "--models", "nano_4b", "--states", "fp32", "--batch-sizes", "1"]
+    done = run("-m", "scripts.compile_triton", *choice)
     assert done.returncode == 1
     assert "sm_79 nano_4b fp32 batch 1 does not compile: " in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("options", "variables", "told"),
+    ("options", "told"),
     [
-        ([], {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set; accepted: unset"),
-        (["--launch", "rows=3,tiles=1,warps=1"], {}, "rows=3 is impossible"),
-        (["--launch", "8,1,1"], {}, "accepted: rows=8,tiles=10,warps=1"),
-        (["--models", "gpt"], {}, "invalid choice: 'gpt'"),
+        ([], "TRITON_INTERPRET is set; accepted: unset"),
+        (["--launch", "rows=3,tiles=1,warps=1"], "rows=3 is impossible"),
+        (["--launch", "8,1,1"], "accepted: rows=8,tiles=10,warps=1"),
+        (["--models", "gpt"], "invalid choice: 'gpt'"),
     ],
 )
-def test_bad_options_are_refused(options: list[str], variables: dict[str, str], told: str) -> None:
-    done = run(*options, **variables)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_bad_options_are_refused(
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(sys, "argv", ["compile_triton", *options])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 2
+    assert told in capsys.readouterr().err

@@ -22,7 +22,7 @@ from replayssm.formats import (
     round_with,
     stochastic_round,
 )
-from replayssm.layout import FORMATS
+from replayssm.layout import FORMATS, PLAIN
 
 NARROW = ("bf16", "fp16")
 COUNTER: dict[str, Any] = {"request": 0, "layer": 0, "flush": 0}
@@ -58,6 +58,7 @@ def test_philox_gives_the_published_answers() -> None:
 
 
 def test_codes_and_sizes_are_those_of_the_dtypes() -> None:
+    assert tuple(DTYPES) == PLAIN
     for name, dtype in DTYPES.items():
         assert FORMATS[name].bits == torch.finfo(dtype).bits
         assert FORMATS[name].row_bytes(1) == dtype.itemsize
