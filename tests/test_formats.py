@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ ffffffff ffffffff ffffffff ffffffff  ffffffff ffffffff  408f276d 41c83b0e a20bc7
 """Counter, key, answer: the "philox4x32 10" lines of tests/kat_vectors in github.com/DEShawResearch/random123."""
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+property_test = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 every_narrow_format = pytest.mark.parametrize("format", NARROW)
 
 
@@ -80,6 +81,7 @@ def test_representable_numbers_stay_whatever_the_word(format: str) -> None:
 
 
 @every_narrow_format
+@property_test
 @given(x=floats, word=st.integers(0, 2**32 - 1))
 def test_only_the_two_neighbours_come_out(format: str, x: float, word: int) -> None:
     rounded = round_with(torch.tensor([x]), format, torch.tensor([word]))
@@ -90,6 +92,7 @@ def test_only_the_two_neighbours_come_out(format: str, x: float, word: int) -> N
 
 
 @every_narrow_format
+@property_test
 @given(x=floats)
 def test_a_number_goes_up_for_as_many_words_as_lies_behind_its_neighbour(format: str, x: float) -> None:
     """|x| rounds up from the word 2^32 (1 - fraction) on, so the mean over all words is x: no bias at all."""
@@ -105,6 +108,7 @@ def test_a_number_goes_up_for_as_many_words_as_lies_behind_its_neighbour(format:
 
 
 @every_narrow_format
+@property_test
 @given(x=st.floats(-1.0, 1.0, width=32) | floats, seed=st.integers(0, 2**64 - 1))
 def test_the_mean_is_the_number(format: str, x: float, seed: int) -> None:
     """Within Bernstein's bound for a chance of 1e-12 a draw, which subnormals far below an ulp meet as well."""
@@ -146,6 +150,7 @@ def test_large_numbers_saturate_and_nan_stays(format: str) -> None:
 
 
 @every_narrow_format
+@property_test
 @given(x=floats)
 def test_nearest_is_nearest(format: str, x: float) -> None:
     below, above = neighbours(x, format)
