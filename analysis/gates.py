@@ -21,6 +21,8 @@ MIN_COLD_FACTOR = 5.0
 
 NOT_IN_HASH = ("replicates", "timeout_s")
 """Fields of a case's timing that its hash leaves out: how often it is repeated, and how long it may take."""
+IN_HASH_IF_SET = ("phase_rounds",)
+"""Fields that older cases lack; at 0 they change nothing that is measured."""
 BUSY = 1.5
 """Load before a run, over the number of cores, above which other work took part in it."""
 
@@ -80,7 +82,8 @@ def case_faults(record: Record) -> list[Fault]:
 
 def case_hash(case: dict[str, Any]) -> str:
     """16 hex digits of the canonical JSON of a recorded case, computed apart from the experiment that wrote it."""
-    timing = {k: v for k, v in case["timing"].items() if k not in NOT_IN_HASH}
+    left_out = (*NOT_IN_HASH, *(name for name in IN_HASH_IF_SET if not case["timing"].get(name)))
+    timing = {k: v for k, v in case["timing"].items() if k not in left_out}
     canonical = json.dumps(case | {"timing": timing}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -134,15 +137,29 @@ def remarks(record: Record) -> list[str]:
         found.append("uncommitted code" if record.code.get("dirty") else "code version not recorded")
     if record.timing_used.get("warmup_settled") is not True:
         found.append("warm-up not settled")
-    load, cores = _load_before(record), number(record.device, "cores")
+    load, cores = _load_before(record), number(_host(record.device), "cores")
     if load is not None and cores and load > BUSY * cores:
         found.append("machine busy")
-    return found
+    return found + _capped(record)
+
+
+def _capped(record: Record) -> list[str]:
+    """A GPU at its power limit lowers its clock: not a fault of the run, yet part of what it measured."""
+    rounds = record.device_state.get("rounds")
+    rounds = [r for r in rounds if isinstance(r, dict)] if isinstance(rounds, list) else []
+    capped = [r for r in rounds if "sw_power_cap" in (r.get("clock_reasons") or ())]
+    return [f"power cap in {len(capped)} of {len(rounds)} rounds"] if capped else []
+
+
+def _host(mapping: dict[str, Any]) -> Any:
+    """What is recorded of the machine that drives a GPU; a CPU is its own."""
+    return mapping.get("host", mapping)
 
 
 def _load_before(record: Record) -> float | None:
     """Load average over the minute before the run; None where it was not recorded."""
     before = record.device_state.get("before")
+    before = _host(before) if isinstance(before, dict) else None
     averages = before.get("load_average") if isinstance(before, dict) else None
     return number({"first": averages[0]}, "first") if isinstance(averages, list) and averages else None
 

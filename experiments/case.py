@@ -4,8 +4,9 @@
 line that names the option, its value and what is accepted. Standard library only. The arms that run a case are no
 part of it: they are checked here against the files of ``experiments/arms``, which are looked at but not imported.
 
-An arm ``a/b-c`` is the file ``experiments/arms/a_b_c.py``. It may declare the state formats that it can hold in a
-module-level literal, ``STATE_FORMATS = ("fp32", "fp16")``; one that declares none holds fp32.
+An arm ``a/b-c`` is the file ``experiments/arms/a_b_c.py``. It may declare in module-level literals the devices that it
+runs on, ``DEVICES = ("cuda",)``, and the state formats that it can hold, ``STATE_FORMATS = ("fp32", "fp16")``; one that
+declares none runs on cpu and holds fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MAX_BATCH_SIZE = 1_000_000
 
 PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 TRACKERS = ("none",)
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
@@ -55,6 +56,9 @@ MODEL_FIELDS = (
 )
 SSM_FIELDS = ("heads", "groups", "head_dim", "state_dim", "conv_kernel", "activation", "gate_lower_bound")
 NOT_IN_HASH = ("replicates", "timeout_s")
+IN_HASH_IF_SET = ("phase_rounds",)
+"""Fields that older cases lack; at 0 they change nothing that is measured."""
+DEFAULT_ARMS = "default"
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Timing:
     ``rounds``: times that every arm is timed. ``cycles_per_sample``: whole flush cycles in one sample. ``cold_factor``:
     bytes of rotated tensors over the last-level cache. ``warmup_limit_s``, ``warmup_tolerance``: the warm-up ends when
     three rounds agree within the tolerance, or at the limit. ``replicates``: fresh processes, each with ``timeout_s``.
+    ``phase_rounds``: times that a step is timed at each ring length as well; 0: not at all.
     """
 
     name: str
@@ -82,11 +87,14 @@ class Timing:
     warmup_tolerance: float
     replicates: int
     timeout_s: float
+    phase_rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer geometry, batch, interval length, precision, phase, seed and protocol. ``threads`` is resolved."""
+    """One layer geometry, batch, interval length, precision, phase, seed and protocol. ``threads`` is resolved; it is 0
+    on a GPU, where it means nothing.
+    """
 
     experiment: str
     model: str
@@ -104,7 +112,8 @@ class Case:
 def case_hash(case: Case) -> str:
     """16 hex digits that identify the case; how often it is repeated, and how long it may take, are left out."""
     data = dataclasses.asdict(case)
-    data["timing"] = {k: v for k, v in data["timing"].items() if k not in NOT_IN_HASH}
+    unset = [name for name in IN_HASH_IF_SET if not data["timing"][name]]
+    data["timing"] = {k: v for k, v in data["timing"].items() if k not in (*NOT_IN_HASH, *unset)}
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -122,7 +131,7 @@ def case_from_config(config: Mapping[str, Any]) -> Case:
         phase=choice(config, "phase", PHASES),
         precision=_precision(config),
         device=choice(config, "device", DEVICES),
-        threads=integer(config, "threads", 0, cores(), "0: all cores of this machine") or cores(),
+        threads=_threads(config),
         seed=integer(config, "seed", 0, 2**63 - 1),
         timing=_timing(config),
     )
@@ -174,19 +183,31 @@ def models_with_geometry() -> list[str]:
 
 
 def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arms to run, in the order given; each exists, none twice, and each can hold ``precision.state``."""
+    """The arms to run, in the order given; each exists, none twice, and each runs on ``device`` and can hold
+    ``precision.state``. ``default`` are all such arms, stored ones first.
+    """
+    device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
     known = known_arms()
-    example = "a list of " + ", ".join(known)
+    here = [arm for arm in known if device in devices(arm)]
+    example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
+    if arms == DEFAULT_ARMS:
+        fit = [arm for arm in here if state in state_formats(arm)]
+        if not fit:
+            held = [name for name in FORMATS if any(name in state_formats(arm) for arm in here)]
+            raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")
+        return tuple(sorted(fit, key=lambda arm: (not arm.startswith("stored/"), arm)))
     if not isinstance(arms, list) or not arms:
-        raise refuse("arms", arms, example + ", at least one, such as 'arms=[stored/cpu,replay/cpu]'")
+        such = "at least one, such as 'arms=[stored/cpu,replay/cpu]'"
+        raise refuse("arms", arms, f"{DEFAULT_ARMS}, or {example}, {such}")
     for arm in arms:
         if not isinstance(arm, str) or arm not in known:
             raise refuse("arms", arm, example, "has no such arm")
         if arms.count(arm) > 1:
             raise refuse("arms", arm, "each arm once", "is repeated")
+        if device not in devices(arm):
+            raise refuse("arms", arm, example, f"runs on {', '.join(devices(arm))}, not on {device=!s}")
         held = state_formats(arm)
-        state = choice(config, "precision.state", list(FORMATS))
         if state not in held:
             raise refuse("precision.state", state, ", ".join(held), f"cannot be held by arm {arm}")
     return tuple(arms)
@@ -199,7 +220,12 @@ def known_arms() -> tuple[str, ...]:
 
 def state_formats(arm: str) -> tuple[str, ...]:
     """The state formats that an arm's file declares in ``STATE_FORMATS``, read without importing it."""
-    return _state_formats_in(ARMS / arm_file(arm).name)
+    return _declared_in(ARMS / arm_file(arm).name, "STATE_FORMATS") or ("fp32",)
+
+
+def devices(arm: str) -> tuple[str, ...]:
+    """The devices that an arm's file declares in ``DEVICES``, read without importing it."""
+    return _declared_in(ARMS / arm_file(arm).name, "DEVICES") or ("cpu",)
 
 
 @functools.cache  # a sweep asks once a case
@@ -210,17 +236,18 @@ def _arms_in(folder: Path) -> tuple[str, ...]:
 
 
 @functools.cache
-def _state_formats_in(file: Path) -> tuple[str, ...]:
+def _declared_in(file: Path, name: str) -> tuple[str, ...] | None:
+    """The literal tuple that a file assigns to a name at its top level; None if there is none."""
     try:
         for node in ast.parse(file.read_bytes()).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(isinstance(t, ast.Name) and t.id == "STATE_FORMATS" for t in targets):
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
                 return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-    except (SyntaxError, ValueError, TypeError) as error:  # ValueError, TypeError: STATE_FORMATS is no literal tuple
+    except (SyntaxError, ValueError, TypeError) as error:  # ValueError, TypeError: it is no literal tuple
         raise ConfigError(
-            f"the arm of {file} cannot be read: {error}; accepted: Python, with STATE_FORMATS a tuple of names"
+            f"the arm of {file} cannot be read: {error}; accepted: Python, with {name} a tuple of names"
         ) from None
-    return ("fp32",)
+    return None
 
 
 def _refuse_unwritable(records: str) -> None:
@@ -258,6 +285,15 @@ def cores() -> int:
     return max(1, min(limits))
 
 
+def _threads(config: Mapping[str, Any]) -> int:
+    asked = integer(config, "threads", 0, cores(), "0: all cores of this machine")
+    if choice(config, "device", DEVICES) == "cuda":
+        if asked:
+            raise refuse("threads", asked, "0 with device=cuda, since threads are those of CPU arms")
+        return 0
+    return asked or cores()
+
+
 def _precision(config: Mapping[str, Any]) -> Precision:
     only(config, [f.name for f in dataclasses.fields(Precision)], "precision")
     return Precision(
@@ -277,4 +313,5 @@ def _timing(config: Mapping[str, Any]) -> Timing:
         warmup_tolerance=number(config, "timing.warmup_tolerance", 0, 1),
         replicates=integer(config, "timing.replicates", 1, 1000),
         timeout_s=number(config, "timing.timeout_s", 0, 86400),
+        phase_rounds=integer(config, "timing.phase_rounds", 0, 1000, "0: the time at each ring length is not measured"),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from replayssm.geometry import Geometry
 from replayssm.recurrence import gdn, kda, mamba2
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def make_inputs(

@@ -3,6 +3,7 @@
     python -m experiments.kernel model=qwen3_5_4b batch_size=64 interval_length=16
     python -m experiments.kernel -m model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
     python -m experiments.kernel -m batch_size=1,8,64 dry_run=true
+    python -m experiments.kernel -m device=cuda timing=gpu model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
 
 A job is a case. All its arms are checked against the float64 recurrence, timed together and interleaved, and checked
 again, once in each of timing.replicates fresh processes. Every arm appends one record to the folder `records`; cases
@@ -17,13 +18,17 @@ from typing import Any
 
 from experiments.app import run
 from experiments.case import Case, arms_from_config, case_from_config, case_hash
-from experiments.measure import runner
+from experiments.measure import nvidia, provenance, runner
 from experiments.measure.journal import alone
-from experiments.measure.provenance import cpu
+from experiments.options import refuse
 from replayssm import traffic
 
-NOMINAL_BYTES_PER_S = 10e9
-"""For the estimate of a dry run only: what one desktop CPU core can be relied on to move."""
+CORE_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 2e12
+"""For the estimate of a dry run only: what a desktop CPU core and a data-centre GPU can be relied on to move."""
+LAUNCH_S = 4e-6
+"""Of a kernel in a CUDA graph, for the estimate only: small batches take this long however little they move."""
+GPU_SETUP_S = {"process": 15.0, "arm": 3.0}
+"""Imports and compilation, for the estimate only."""
 
 
 def main(config: dict[str, Any]) -> int:
@@ -32,6 +37,8 @@ def main(config: dict[str, Any]) -> int:
     if config["dry_run"]:
         print(dry_run_line(case, arms))
         return 0
+    if case.device == "cuda" and nvidia.gpu() is None:
+        raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
     folder = Path(config["records"]).resolve()
     with alone(folder, say=print):
         return measure(case, arms, folder, config["repeat"])
@@ -77,13 +84,15 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
     ring = traffic.Ring(inputs=case.precision.inputs)
     cycle = traffic.replay(case.geometry, case.interval_length, case.precision.state, ring=ring, rows=case.batch_size)
     replay = cycle.per_step()
-    rate = NOMINAL_BYTES_PER_S * case.threads
-    copies = runner.copies_of(case, cpu()["last_level_cache_bytes"])
-    sample_s = copies * case.interval_length * case.timing.cycles_per_sample * plain.floor_ns(rate, rate) / 1e9
+    rate = GPU_BYTES_PER_S if case.device == "cuda" else CORE_BYTES_PER_S * case.threads
+    copies = runner.copies_of(case, provenance.device(case.device).get("last_level_cache_bytes"))
+    step_s = max(plain.floor_ns(rate, rate) / 1e9, LAUNCH_S if case.device == "cuda" else 0.0)
+    sample_s = copies * case.interval_length * case.timing.cycles_per_sample * step_s
     # Arms in plain torch pass over the state several times, A/A and bandwidth kernels cost about two arms more, warm-up
     # and checks about five rounds.
     arms_s = sample_s * (2 + sum(4 if arm.endswith("/torch") else 1 for arm in arms))
-    total_s = case.timing.replicates * (case.timing.rounds + 5) * arms_s
+    setup_s = GPU_SETUP_S["process"] + GPU_SETUP_S["arm"] * len(arms) if case.device == "cuda" else 0.0
+    total_s = case.timing.replicates * (setup_s + (case.timing.rounds + 5) * arms_s)
     return (
         f"{case_hash(case)}  {label(case)}: stored {plain.total_bytes / 1e6:.1f} MB a step, replay "
         f"{replay.total_bytes / 1e6:.1f} MB; floor {plain.floor_ns(rate, rate) / 1e3:.0f} and "

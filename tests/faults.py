@@ -173,40 +173,39 @@ OF_ARMS = {
 }
 """Refused by the check before timing."""
 
-TIMED_STORED = '''        """L passes over all copies: what one sample times."""
-        for passes in range(self.case.interval_length):
+TIMED = """        for passes in range(self.case.interval_length):
             self.run_pass(passes)
-'''
-TIMED_REPLAY = '''        """L passes over all copies, flushes and commits included: what one sample times."""
-        for passes in range(self.case.interval_length):
-'''
+"""
 OF_HARNESS = {
     "warm cache: timing steps copy 0 again and again": Fault(
         LAYERS,
-        TIMED_STORED,
-        "        self.passes += self.case.interval_length\n"
+        TIMED,
         "        for passes in range(self.case.interval_length):\n"
+        "            if self.flushes_per_cycle:\n"
+        "                self.run_pass(passes)\n"
+        "                continue\n"
+        "            self.passes += 1\n"
         "            for _ in range(self.copies):\n"
-        "                self._step(self.out[0], self.state[0], self.tokens.at(passes, 0), self._slots)\n",
+        "                self._step(self.out_of(passes)[0], self.state[0], self.tokens.at(passes, 0), self._slots)\n",
         "incorrect: after timing: 1 of 4 copies touched",
         refused=(STORED,),
     ),
     "warm cache: all layers share copy 0": Fault(
         LAYERS,
-        "self._step(self.out[copy], layer, self.tokens.at(passes, copy), slots)",
-        "self._step(self.out[copy], self._layers[0], self.tokens.at(passes, copy), slots)",
+        "self._step(out[copy], layer, self.tokens.at(passes, copy), slots)",
+        "self._step(out[copy], self._layers[0], self.tokens.at(passes, copy), slots)",
         "incorrect: before timing: output error",
     ),
     "partial cycle timed": Fault(
         LAYERS,
-        TIMED_REPLAY,
-        TIMED_REPLAY.replace("interval_length)", "interval_length - 1)"),
+        TIMED,
+        TIMED.replace("interval_length)", "interval_length - self.flushes_per_cycle)"),
         "incorrect: after timing: .*passes more or less than whole cycles",
     ),
     "one stored pass too many timed": Fault(
         LAYERS,
-        TIMED_STORED,
-        TIMED_STORED.replace("interval_length)", "interval_length + 1)"),
+        TIMED,
+        TIMED.replace("interval_length)", "interval_length + 1 - self.flushes_per_cycle)"),
         "incorrect: after timing: passes more or less than whole cycles",
         refused=(STORED,),
     ),
@@ -219,8 +218,8 @@ OF_HARNESS = {
     ),
     "a round not run": Fault(
         WORKER,
-        "samples = interleave(participants, case.timing.rounds, ",
-        "samples = interleave(participants, case.timing.rounds - 1, ",
+        "        case.timing.rounds,\n",
+        "        case.timing.rounds - 1,\n",
         r"incorrect: \d+ cycles run while timed, \d+ asked",
         refused=(STORED, REPLAY),
     ),
@@ -237,8 +236,8 @@ OF_HARNESS = {
 OF_RECORDS = {
     "rotation within the cache": Fault(
         RUNNER,
-        "return math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes)",
-        "return 1",
+        "max(fewest, math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes))",
+        "1",
         "1.25 x the last-level cache rotated, 5 x needed",
         gate="cold state",
         refused=(STORED, REPLAY),
@@ -261,7 +260,7 @@ OF_RECORDS = {
     ),
     "A/A biased by 5 %": Fault(
         WORKER,
-        '"again": {again: samples.elapsed_ns[f"{again} again"]}',
+        '"again": {again: samples.elapsed_ns[f"{again}{AGAIN}"]}',
         '"again": {again: [round(1.05 * ns) for ns in samples.elapsed_ns[again]]}',
         r"stored/torch timed twice differs by \+5.0 %",
         gate="A/A",
@@ -269,7 +268,7 @@ OF_RECORDS = {
     ),
     "A/A without a second timing": Fault(
         WORKER,
-        '"again": {again: samples.elapsed_ns[f"{again} again"]}',
+        '"again": {again: samples.elapsed_ns[f"{again}{AGAIN}"]}',
         '"again": {again: samples.elapsed_ns[again]}',
         "holds the samples of the first",
         gate="A/A",
@@ -278,9 +277,9 @@ OF_RECORDS = {
     "last round trimmed": Fault(
         WORKER,
         '"samples": {name: samples.elapsed_ns[name] for name in standing},\n'
-        '        "again": {again: samples.elapsed_ns[f"{again} again"]},',
+        '        "again": {again: samples.elapsed_ns[f"{again}{AGAIN}"]},',
         '"samples": {name: samples.elapsed_ns[name][:-1] for name in standing},\n'
-        '        "again": {again: samples.elapsed_ns[f"{again} again"][:-1]},',
+        '        "again": {again: samples.elapsed_ns[f"{again}{AGAIN}"][:-1]},',
         "2 rounds of samples, 3 asked",
         gate="rounds",
         refused=(STORED, REPLAY),

@@ -49,7 +49,8 @@ def case(model: str = "nemotron_3_nano_4b", batch: int = 64, length: int = 16, *
 
 def case_hash(of: Mapping[str, Any]) -> str:
     """The hash of a case, from its canonical JSON, as ``experiments.case`` gives it."""
-    timing = {k: v for k, v in of["timing"].items() if k not in ("replicates", "timeout_s")}
+    left_out = ("replicates", "timeout_s", *(["phase_rounds"] if not of["timing"].get("phase_rounds") else []))
+    timing = {k: v for k, v in of["timing"].items() if k not in left_out}
     canonical = json.dumps({**of, "timing": timing}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

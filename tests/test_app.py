@@ -93,7 +93,8 @@ BAD = {
     "model=unheard_of": ["model=unheard_of", MODELS],
     "model=glm_5_3_flash": ["model=glm_5_3_flash has no published layer geometry", "kimi_k3"],
     "model.ssm.heads=95": ["model.ssm.heads=95", "model.ssm.groups=8", "a multiple"],
-    "precision.state=fp16": ["precision.state=fp16", "stored/torch", "fp32"],
+    "precision.state=fp16": ["precision.state=fp16 is held by no arm of device=cpu", "fp32"],
+    "device=cuda": ["precision.state=fp32 is held by no arm of device=cuda", "none"],
     "arms=[stored/gpu]": ["arms=stored/gpu", "replay/cpu, replay/torch, stored/cpu, stored/torch"],
     "batch_sise=1": ["batch_sise=1", "batch_size"],
     "records=???": ["records is missing", "records=VALUE"],
@@ -312,7 +313,7 @@ def test_a_single_run_gets_plain_data_and_writes_nothing(folder: Path) -> None:
     (config,) = done.run
     assert config["model"]["name"] == "nemotron_3_nano_4b+heads=104"
     assert config["records"] == "elsewhere"
-    assert config["arms"] == ["stored/torch", "stored/cpu", "replay/torch", "replay/cpu"]
+    assert config["arms"] == "default"
 
 
 def test_what_the_task_returns_is_the_exit_code(folder: Path) -> None:

@@ -40,6 +40,7 @@ CONFIG: dict[str, Any] = {
         "warmup_tolerance": 0.01,
         "replicates": 3,
         "timeout_s": 600.0,
+        "phase_rounds": 0,
     },
     "tracker": {"name": "none"},
     "arms": ["stored/slow", "replay/very-fast"],
@@ -55,11 +56,12 @@ ABSENT = object()
 
 @pytest.fixture(autouse=True)
 def arms(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three arms whose files would fail if they were imported."""
+    """Four arms whose files would fail if they were imported."""
     folder = tmp_path_factory.mktemp("arms")
     (folder / "__init__.py").touch()
     (folder / "stored_slow.py").write_text("raise AssertionError('imported')\n")
     (folder / "replay_very_fast.py").write_text("STATE_FORMATS = ('fp32', 'fp16')\nraise AssertionError\n")
+    (folder / "stored_card.py").write_text("DEVICES = ('cuda',)\nSTATE_FORMATS = ('fp32', 'bf16')\n")
     (folder / "replay_half.py").write_text("STATE_FORMATS: tuple[str, ...] = ('fp16',)\n")
     monkeypatch.setattr(case_module, "ARMS", folder)
 
@@ -115,7 +117,15 @@ def test_all_cores_are_resolved() -> None:
         ({"arms": ["stored/gpu"]}, ["arms=stored/gpu", "replay/half, replay/very-fast, stored/slow"]),
         ({"arms": ["stored/slow", "stored/slow"]}, ["arms=stored/slow", "repeated", "once"]),
         ({"arms": ["replay/half"]}, ["precision.state=fp32", "arm replay/half", "accepted: fp16"]),
-        ({"device": "cuda"}, ["device=cuda", "cpu"]),
+        ({"device": "tpu"}, ["device=tpu", "cpu, cuda"]),
+        (
+            {"device": "cuda", "threads": 0},
+            ["arms=stored/slow runs on cpu, not on device=cuda", "stored/card"],
+        ),
+        ({"arms": ["stored/card"]}, ["arms=stored/card runs on cuda, not on device=cpu", "a list of replay/half"]),
+        ({"device": "cuda", "arms": ["stored/card"]}, ["threads=1", "accepted: 0 with device=cuda"]),
+        ({"arms": "default", "precision.state": "bf16"}, ["bf16 is held by no arm of device=cpu", "fp32, fp16"]),
+        ({"arms": "all"}, ["arms=all", "default, or a list of"]),
         ({"threads": -1}, ["threads=-1", "from 0 to"]),
         ({"threads": 10**6}, ["threads=1000000", "from 0 to"]),
         ({"seed": -1}, ["seed=-1", "from 0"]),
@@ -138,6 +148,7 @@ def test_all_cores_are_resolved() -> None:
         ({"timing.cold_factor": float("inf")}, ["timing.cold_factor=Infinity", "at least 5"]),
         ({"timing.warmup_limit_s": 31}, ["timing.warmup_limit_s=31", "at most 30"]),
         ({"timing.warmup_tolerance": 0}, ["timing.warmup_tolerance=0", "above 0"]),
+        ({"timing.phase_rounds": -1}, ["timing.phase_rounds=-1", "from 0 to 1000"]),
         ({"timing.timeout_s": 0}, ["timing.timeout_s=0", "above 0"]),
         ({"timing.extra": 1}, ["timing.extra=1", "rounds"]),
         ({"batch_sise": 1}, ["batch_sise=1", "batch_size"]),
@@ -191,7 +202,21 @@ def test_an_arm_that_cannot_be_read_is_named(text: str) -> None:
 def test_only_plain_file_names_are_arms() -> None:
     for name in ("stored_Fast", "stored_a-b", "stored_a b", "stored_é", "Stored_a", "stored", "stored_"):
         (case_module.ARMS / f"{name}.py").touch()
-    assert known_arms() == ("replay/half", "replay/very-fast", "stored/slow")
+    assert known_arms() == ("replay/half", "replay/very-fast", "stored/card", "stored/slow")
+
+
+def test_default_arms_are_those_of_the_device_that_hold_the_state() -> None:
+    def default(**options: str) -> tuple[str, ...]:
+        return arms_from_config(changed({"arms": "default"} | {k.replace("_", "."): v for k, v in options.items()}))
+
+    assert default() == ("stored/slow", "replay/very-fast")
+    assert default(precision_state="fp16") == ("replay/half", "replay/very-fast")
+    assert default(device="cuda", precision_state="bf16") == default(device="cuda") == ("stored/card",)
+
+
+def test_threads_mean_nothing_on_a_gpu() -> None:
+    case = case_from_config(changed({"device": "cuda", "arms": "default", "threads": 0}))
+    assert (case.device, case.threads) == ("cuda", 0)
 
 
 def leaves(config: dict[str, Any], prefix: str = "") -> list[str]:
@@ -236,6 +261,7 @@ DIFFERENT = {
     "timing.cold_factor": 6,
     "timing.warmup_limit_s": 29,
     "timing.warmup_tolerance": 0.02,
+    "timing.phase_rounds": 1,
 }
 SAME = {"timing.replicates": 4, "timing.timeout_s": 1, "arms": ["stored/slow"], "dry_run": True, "records": "elsewhere"}
 

@@ -74,7 +74,8 @@ def test_a_model_without_geometry_says_so(model: str) -> None:
 def test_every_choice_of_every_group_composes(choice: Path) -> None:
     config = compose("kernel", f"{choice.parent}={choice.name}")
     if choice.parent.name in ("precision", "timing") or choice.name in GEOMETRIES:
-        case = case_from_config(config | {"arms": ["stored/cpu"]})
+        where = {} if config["precision"]["state"] == "fp32" else {"device": "cuda"}  # CPU arms hold fp32 only
+        case = case_from_config(config | where)
         assert choice.name in (case.model, case.timing.name, f"{case.precision.state}_{case.precision.inputs}")
 
 

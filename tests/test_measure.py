@@ -172,17 +172,15 @@ def test_every_participant_runs_once_a_round_in_balanced_order() -> None:
     assert timing.interleave(participants, rounds=6, seed=4).order != samples.order
 
 
-def test_a_warm_up_settles_on_three_like_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_settles_on_three_like_rounds() -> None:
     elapsed = iter([900, 500, 100, 100, 101, 102])
-    monkeypatch.setattr(timing, "_elapsed_ns", lambda run: next(elapsed))
-    warmed = timing.warm_up({"a": lambda: None}, limit_s=30, tolerance=0.02)
+    warmed = timing.warm_up({"a": lambda: None}, limit_s=30, tolerance=0.02, elapsed_ns=lambda run: next(elapsed))
     assert (warmed.rounds, warmed.settled, warmed.last_ns) == (5, True, {"a": 101})
 
 
-def test_a_warm_up_that_does_not_settle_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_that_does_not_settle_ends_at_its_limit() -> None:
     elapsed = itertools.cycle([100, 200])
-    monkeypatch.setattr(timing, "_elapsed_ns", lambda run: next(elapsed))
-    warmed = timing.warm_up({"a": lambda: None}, limit_s=0.01, tolerance=0.01)
+    warmed = timing.warm_up({"a": lambda: None}, limit_s=0.01, tolerance=0.01, elapsed_ns=lambda run: next(elapsed))
     assert not warmed.settled
     assert warmed.rounds >= 3
 

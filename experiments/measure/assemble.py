@@ -32,11 +32,20 @@ class Group:
     argv: tuple[str, ...]
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_utc: str = field(default_factory=now_utc)
-    state_before: dict[str, Any] = field(default_factory=provenance.cpu_state)
+    device: dict[str, Any] = field(default_factory=dict)
+    """As told without torch, unless given."""
+    state_before: dict[str, Any] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    """Of the device, after each timed round, where it can be asked while a case runs."""
+
+    def __post_init__(self) -> None:
+        self.device = self.device or provenance.device(self.case.device)
+        self.state_before = self.state_before or provenance.state(self.case.device)
 
     def record(self, arm: str, status: str, message: str = "", **measured: Any) -> Record:
         """The record of ``arm``. ``measured`` holds the record's fields that only a run knows."""
         timing = dataclasses.asdict(self.case.timing)
+        state = (self.case.device, self.state_before, provenance.state(self.case.device), self.states)
         return Record(
             group=self.id,
             experiment=self.case.experiment,
@@ -51,8 +60,8 @@ class Group:
             arm_config=measured.pop("arm_config", {}),
             code=provenance.code() | {"arm_sources": arm_sources(arm)},
             packages=provenance.packages(),
-            device=provenance.cpu(),
-            device_state=provenance.cpu_state_during(self.state_before, provenance.cpu_state()),
+            device=self.device,
+            device_state=provenance.state_during(*state),
             environment=provenance.environment(),
             argv=self.argv,
             seeds={"case": self.case.seed, "order": order_seed(self.case, self.replicate)},
@@ -81,5 +90,5 @@ def order_seed(case: Case, replicate: int) -> int:
 def resume_keys(case: Case, arms: tuple[str, ...], replicate: int) -> set[tuple[str, str, str, str, str, int]]:
     """What `Record.key` will be for the arms of a group that has not run yet."""
     schema = next(f.default for f in dataclasses.fields(Record) if f.name == "schema")
-    device = provenance.cpu()["name"]
+    device = provenance.device(case.device)["name"]
     return {(schema, case_hash(case), arm, arm_hash(arm), device, replicate) for arm in arms}

@@ -1,7 +1,8 @@
 """Correctness gates: one whole flush cycle of an arm against the plain recurrence in float64, from the arm's own state.
 
 Before and after timing, the state is taken as the arm left it, one more cycle runs pass by pass through the calls that
-are timed, and outputs, state, ring, cursor and flush counts are compared with what protocol and recurrence give.
+are timed, and outputs, state, ring, cursor and flush counts are compared with what protocol and recurrence give. Where
+timing replays a graph of those calls, the same graph runs another cycle, judged by its outputs and the state it leaves.
 Between flushes a checkpoint must not change at all: an arm that steps its state instead of replaying gives the right
 numbers too, at another price. The passes since the start must be those of whole cycles, for stored arms as well, whose
 state would not show a cycle of another length. The reference knows nothing of replay: it starts from the checkpoint and
@@ -9,13 +10,15 @@ steps through the tokens that the row's ring should hold, then through the cycle
 middle and at the end of the cycle, is it folded into the checkpoint, in float64.
 
 Budgets come from data: twice the error that an honest float32 version of the stored recurrence makes on the same rows,
-with the same input dtype and one rounding of the output. A few rows of a few copies are compared in float64, drawn anew
-at each check; all rows of all copies must be written (outputs are poisoned with NaN before each pass) and, before
-timing, those of the other arms agree with the first arm's at every pass.
+with the same input dtype, a state rounded to its format at every step and one rounding of the output. A few rows of a
+few copies are compared in float64, drawn anew at each check; all rows of all copies must be written (outputs are
+poisoned with NaN before each pass) and, before timing, those of the other arms agree with the first arm's at every pass.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +26,9 @@ import torch
 from torch import Tensor
 
 from experiments.case import Case
+from experiments.measure import devices
 from experiments.measure.layers import Tokens, phase_offsets
 from experiments.measure.record import Comparison, Correctness
-from replayssm.kernels.torch.replay import ordered_ring
 from replayssm.recurrence import FAMILIES
 
 CHECKED_ROWS = 2
@@ -54,47 +57,33 @@ class Check:
     def __init__(self, case: Case, copies: int, moment: str) -> None:
         self.case, self.moment = case, moment
         generator = torch.Generator().manual_seed(case.seed + (11 if moment == "before" else 13))
-        self.rows = _draw(case.batch_size, CHECKED_ROWS, generator)
-        self.copies = _draw(copies, CHECKED_COPIES, generator)
-        self.offsets = phase_offsets(case)
+        device = devices.of(case).tensors
+        self.rows = _draw(case.batch_size, CHECKED_ROWS, generator).to(device)
+        self.copies = _draw(copies, CHECKED_COPIES, generator).to(device)
+        self.offsets = phase_offsets(case).to(device)
         self._start: dict[torch.dtype, Tensor] = {}
         self._references: dict[torch.dtype, Cycle] = {}
 
-    def run(self, layers: Any, cycles_before: int) -> tuple[Correctness, Tensor]:
-        """Run one cycle of ``layers`` and judge it; also its outputs ``[L,copies,B,H,P]``.
+    def run(self, layers: Any, cycles_before: int, graph: Callable[[], object] | None) -> tuple[Correctness, Tensor]:
+        """Judge one cycle of ``layers``, and one of ``graph``, which timing replays; also the outputs of the latter,
+        else of the former, ``[L,copies,B,H,P]``.
 
         ``cycles_before`` is how many cycles have run since the layers were made. Mutates the layers.
         """
-        # Before the cycle, which steps every copy itself.
+        # Before the cycles, which step every copy themselves.
         untouched = int((layers.state[:, 0, 0, 0, 0] == MARK).sum()) if self.moment == "after" else 0
-        checkpoint = self._rows_of(layers.state)
-        truth = self._reference(layers, checkpoint, torch.float64)
-        honest = self._reference(layers, checkpoint, torch.float32)
-        passed, unwritten, rewritten = [], 0, 0
-        for passes in range(self.case.interval_length):
-            before = self._rows_of(layers.state)
-            layers.out.fill_(torch.nan)
-            layers.run_pass(passes)
-            passed.append(layers.out.clone())
-            unwritten += int((~layers.out.isfinite()).sum())
-            rewritten += self._rewritten(layers, passes, before)
-            if passes == self.case.interval_length // 2:
-                middle = self._folded(layers)
-        outputs = torch.stack(passed)
-        checked = outputs[:, self.copies[:, None], self.rows]
-        cycles = cycles_before + 1
-        comparisons = [
-            _compare("output", checked, truth.outputs, honest.outputs.to(layers.out.dtype), 2),
-            _exact("output elements not written or not finite", unwritten),
-            _compare("state, and ring in the middle of the cycle", middle, truth.middle, honest.middle, 3),
-            *self._states(layers, truth, honest),
-            _exact("state elements written between flushes", rewritten),
-            _exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
-        ]
+        comparisons, outputs = [], {}
+        parts = ("calls", "graph") if graph else ("calls",)
+        for part in parts if self.moment == "before" else reversed(parts):
+            by_part = self._calls(layers) if part == "calls" else self._graph(layers, graph)
+            comparisons += by_part[0]
+            outputs[part] = by_part[1]
+        cycles = cycles_before + len(parts)
         flushes = layers.flushes
-        comparisons.append(
-            _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min()))
-        )
+        comparisons += [
+            _exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
+            _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min())),
+        ]
         correctness = Correctness(
             moment=self.moment,
             comparisons=tuple(comparisons),
@@ -106,7 +95,50 @@ class Check:
             copies_touched=layers.copies - untouched,
             copies_expected=layers.copies,
         )
-        return correctness, outputs
+        return correctness, outputs[parts[-1]]
+
+    def _calls(self, layers: Any) -> tuple[list[Comparison], Tensor]:
+        """One cycle pass by pass."""
+        truth, honest = self._references_from(layers)
+        passed, unwritten, rewritten = [], 0, 0
+        for passes in range(self.case.interval_length):
+            before, out = self._rows_of(layers.state), layers.out_of(passes)
+            out.fill_(torch.nan)
+            layers.run_pass(passes)
+            passed.append(out.clone())
+            unwritten += int((~out.isfinite()).sum())
+            rewritten += self._rewritten(layers, passes, before)
+            if passes == self.case.interval_length // 2:
+                middle = self._folded(layers)
+        outputs = torch.stack(passed)
+        comparisons = [
+            *self._outputs(outputs, unwritten, truth, honest),
+            _compare("state, and ring in the middle of the cycle", middle, truth.middle, honest.middle, 3),
+            *self._states(layers, truth, honest),
+            _exact("state elements written between flushes", rewritten),
+        ]
+        return comparisons, outputs
+
+    def _graph(self, layers: Any, graph: Callable[[], object]) -> tuple[list[Comparison], Tensor]:
+        """One cycle of the graph that is timed."""
+        truth, honest = self._references_from(layers)
+        layers.out.fill_(torch.nan)
+        graph()
+        outputs = layers.out.clone()
+        comparisons = self._outputs(outputs, int((~outputs.isfinite()).sum()), truth, honest)
+        comparisons += self._states(layers, truth, honest)
+        return [dataclasses.replace(c, quantity=f"graph: {c.quantity}") for c in comparisons], outputs
+
+    def _references_from(self, layers: Any) -> tuple[Cycle, Cycle]:
+        checkpoint = self._rows_of(layers.state)
+        return self._reference(layers, checkpoint, torch.float64), self._reference(layers, checkpoint, torch.float32)
+
+    def _outputs(self, outputs: Tensor, unwritten: int, truth: Cycle, honest: Cycle) -> list[Comparison]:
+        checked = outputs[:, self.copies[:, None], self.rows]
+        return [
+            _compare("output", checked, truth.outputs, honest.outputs.to(outputs.dtype), 2),
+            _exact("output elements not written or not finite", unwritten),
+        ]
 
     def agreement(self, outputs: Tensor, first: Tensor) -> Comparison:
         """All rows of all copies at all passes, ``[L,copies,B,H,P]``, against the first arm's, both from the same
@@ -144,7 +176,7 @@ class Check:
             return checkpoint
         family, folded = FAMILIES[self.case.geometry.family], []
         for copy, state in zip(self.copies.tolist(), checkpoint, strict=True):
-            ring = ordered_ring(layers.cache.layer(copy), self.rows)
+            ring = layers.ring(copy, self.rows)
             weights = (layers.tokens.at(0, copy).A,) if self.case.geometry.family == "mamba2" else ()
             folded.append(family.fold(state, ring, layers.cursor[self.rows], *weights))
         return torch.stack(folded)
@@ -160,7 +192,7 @@ class Check:
             return self._references[dtype]
         in_ring = self.offsets[self.rows] * layers.flushes_per_cycle
         results = [
-            self._steps(layers.tokens, copy, state.to(dtype), in_ring)
+            self._steps(layers.tokens, copy, state, dtype, in_ring)
             for copy, state in zip(self.copies.tolist(), checkpoint, strict=True)
         ]
         outputs, *states = zip(*results, strict=True)
@@ -168,15 +200,26 @@ class Check:
         self._references[dtype] = Cycle(torch.stack(outputs, dim=1), *(torch.stack(state) for state in states))
         return self._references[dtype]
 
-    def _steps(self, tokens: Tokens, copy: int, state: Tensor, in_ring: Tensor) -> tuple[Tensor, ...]:
-        """One copy's rows: first through the ``in_ring [R]`` tokens behind the checkpoint, then through the cycle."""
-        step, length = FAMILIES[self.case.geometry.family].step, self.case.interval_length
+    def _steps(
+        self, tokens: Tokens, copy: int, state: Tensor, dtype: torch.dtype, in_ring: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One copy's rows in ``dtype``: first through the ``in_ring [R]`` tokens behind the checkpoint, then through
+        the cycle. In float32 the state is rounded to its own format at every step, as an honest kernel does.
+        """
+        recurrence, length = FAMILIES[self.case.geometry.family].step, self.case.interval_length
+        stored = dtype if dtype == torch.float64 else state.dtype
+
+        def step(state: Tensor, passes: int) -> tuple[Tensor, Tensor]:
+            y, state = recurrence(state, tokens.at(passes, copy).rows(self.rows))
+            return y, state.to(stored).to(dtype)
+
+        state = state.to(dtype)
         for passes in range(-int(in_ring.max()), 0):
-            _, stepped = step(state, tokens.at(passes, copy).rows(self.rows))
+            _, stepped = step(state, passes)
             state = torch.where((in_ring >= -passes).view(-1, 1, 1, 1), stepped, state)
         outputs, middle, flushed = [], state, state
         for passes in range(length):
-            y, state = step(state, tokens.at(passes, copy).rows(self.rows))
+            y, state = step(state, passes)
             outputs.append(y)
             middle = state if passes == length // 2 else middle
             flushed = torch.where((in_ring == length - 1 - passes).view(-1, 1, 1, 1), state, flushed)

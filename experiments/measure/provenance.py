@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.case import cores
+from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
+PACKAGES += ("vllm", "flashinfer-python", "flash-linear-attention", "mamba-ssm")
 VARIABLES = ("OMP_", "MKL_", "NUMBA_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH_", "CUDA_", "TRITON_", "MALLOC_")
 _CPU = Path("/sys/devices/system/cpu")
 
@@ -48,6 +50,28 @@ def packages() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """Environment variables that change threads, compilers or allocators."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+
+
+def device(kind: str) -> dict[str, Any]:
+    """The device of a case, ``cpu`` or ``cuda``, as far as it can be told without torch; always with a name."""
+    if kind == "cpu":
+        return cpu()
+    return (nvidia.gpu() or {"kind": "gpu", "name": "unknown GPU"}) | {"host": cpu()}
+
+
+def state(kind: str) -> dict[str, Any]:
+    """The state of the device of a case, and of the machine that drives it: now."""
+    return cpu_state() if kind == "cpu" else nvidia.gpu_state() | {"host": cpu_state()}
+
+
+def state_during(
+    kind: str, before: dict[str, Any], after: dict[str, Any], rounds: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """`state` around a run and after each round, and whether the device throttled (None if it does not tell)."""
+    if kind == "cpu":
+        return cpu_state_during(before, after)
+    throttled = nvidia.throttled([before, *rounds, after])
+    return {"throttled": throttled, "before": before, "after": after, "rounds": rounds}
 
 
 def cpu() -> dict[str, Any]:

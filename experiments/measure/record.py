@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "replayssm.record/1"
+SCHEMA = "replayssm.record/2"
+READABLE = ("replayssm.record/1", SCHEMA)
+"""Records of version 1 lack ``phase_samples_ns``, which may be empty."""
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "error", "timeout")
 MOMENTS = ("before", "after")
 TEXTS = ("group", "experiment", "case_hash", "arm", "arm_hash", "status", "message", "started_utc", "ended_utc")
@@ -121,6 +123,10 @@ class Record:
     again_samples_ns: tuple[tuple[int, ...], ...] = ()
     """A/A: the same arm timed a second time in each round; only one arm of a group has it."""
     layer_steps_per_sample: int = 0
+    phase_samples_ns: tuple[tuple[int, ...], ...] = ()
+    """Elapsed time of a pass, a step of each copy, by ring length 0 .. L-1 in all rows; a stored arm has one entry.
+    Empty where it was not measured. The state they are taken on is that of no model.
+    """
     correctness: tuple[Correctness, ...] = ()
     traffic: dict[str, Any] = field(default_factory=dict)
     bandwidth: dict[str, Any] = field(default_factory=dict)
@@ -128,13 +134,13 @@ class Record:
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"schema={self.schema!r} is not {SCHEMA!r}")
+        if self.schema not in READABLE:
+            raise ValueError(f"schema={self.schema!r} is none of {', '.join(READABLE)}")
         if self.status not in STATUSES:
             raise ValueError(f"status={self.status!r} is unknown; accepted: {', '.join(STATUSES)}")
         if self.arm not in self.arms:
             raise ValueError(f"arm={self.arm!r} is not among the group's arms {list(self.arms)}")
-        samples = [s for r in (*self.samples_ns, *self.again_samples_ns) for s in r]
+        samples = [s for r in (*self.samples_ns, *self.again_samples_ns, *self.phase_samples_ns) for s in r]
         if any(isinstance(s, bool) or not isinstance(s, int) or s <= 0 for s in samples):
             raise ValueError("samples must be positive integers in nanoseconds")
         passed = {c.moment for c in self.correctness if c.passed}
@@ -183,8 +189,8 @@ class Record:
             blocks = data.pop("correctness")
             stated = [block.pop("passed") for block in blocks]
             data["correctness"] = tuple(_correctness(block) for block in blocks)
-            for name in ("samples_ns", "again_samples_ns"):
-                data[name] = tuple(tuple(r) for r in data[name])
+            for name in ("samples_ns", "again_samples_ns", "phase_samples_ns"):
+                data[name] = tuple(tuple(r) for r in data.get(name, ()))
             data["arms"], data["argv"] = tuple(data["arms"]), tuple(data["argv"])
             record = cls(**data)
         except RecursionError:

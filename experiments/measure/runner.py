@@ -32,6 +32,8 @@ Outcome = dict[str, tuple[str, str, float | None]]
 """By arm: status, message, median nanoseconds of a layer step."""
 FALLBACK_CACHE_BYTES = 64 << 20
 """Taken for the last-level cache where the system does not tell its size, and recorded as assumed."""
+PROBE_BYTES = 2 << 30
+"""What bandwidth kernels of a GPU pass over at least: less would be over before all of it has begun."""
 GRACE_S = 1.0
 """Time a worker gets to end by itself: more than appending a group takes, so that none is cut short."""
 EVENT = b'{"event":'
@@ -79,20 +81,30 @@ def run(
 
 
 def copies_of(case: Case, cache_bytes: int | None) -> int:
-    """Copies of the state that rotate, so that together they exceed the last-level cache by the cold factor."""
+    """Copies of the state that rotate, so that together they exceed the last-level cache by the cold factor; on a GPU
+    at least two, so that no step follows one of its own layer.
+    """
     copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
-    return math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes)
+    fewest = 2 if case.device == "cuda" else 1
+    return max(fewest, math.ceil(case.timing.cold_factor * (cache_bytes or FALLBACK_CACHE_BYTES) / copy_bytes))
+
+
+def probe_bytes(case: Case, copies: int) -> int:
+    """Size of the buffer that the bandwidth kernels pass over: as much as rotates, on a GPU at least `PROBE_BYTES`."""
+    rotated = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size * copies
+    return max(rotated, PROBE_BYTES) if case.device == "cuda" else rotated
 
 
 def needed_bytes(case: Case, arms: int, copies: int) -> int:
-    """Memory that a group needs at most: the state, ring and outputs of each arm, the initial state, the buffer of the
-    bandwidth kernels, and the outputs that the checks of two arms hold.
+    """Memory that a group needs at most: the state, ring and outputs of each arm, the initial state and what it is made
+    of, the buffer of the bandwidth kernels, and the outputs that the checks of two arms hold.
     """
     state = format_of(case.precision.state).state_bytes(case.geometry)
     ring = Ring(inputs=case.precision.inputs).token_bytes(case.geometry)[0] * max(1, case.interval_length - 1)
     output = case.geometry.heads * case.geometry.head_dim * 4
-    a_row = arms * (state + ring + output) + 2 * state + 2 * case.interval_length * output
-    return case.batch_size * copies * a_row
+    kept, made_of = (case.interval_length, 2) if case.device == "cuda" else (1, 0)
+    a_row = arms * (state + ring + kept * output) + (1 + made_of) * state + 2 * case.interval_length * output
+    return case.batch_size * copies * a_row + probe_bytes(case, copies)
 
 
 def _one_process(
@@ -112,7 +124,8 @@ def _one_process(
         stdout=subprocess.PIPE,
         cwd=ROOT,
         # Threads that spin after a parallel region would take the cores from the next arm's kernels.
-        env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
+        # GPUs are numbered as the driver's tools number them.
+        env={"OMP_WAIT_POLICY": "PASSIVE", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ,
         start_new_session=True,
     )
     assert worker.stdin is not None
@@ -126,13 +139,13 @@ def _one_process(
         for case in cases:
             group = Group(case, arms, replicate, argv)
             watcher.started(case, replicate)
-            outcome, failure = _await(worker, events, case.timing.timeout_s)
+            outcome, failure, last = _await(worker, events, case.timing.timeout_s)
             if failure:
                 Journal(folder, case.experiment).append(group.failures(*failure))
                 outcome = dict.fromkeys(arms, (*failure, None))
             outcomes.append(outcome)
             watcher.done(case, replicate, outcome)
-            if worker.returncode is not None or watcher.enough():
+            if last or worker.returncode is not None or watcher.enough():
                 break
     finally:
         _end(worker)
@@ -154,8 +167,12 @@ def _follow(stdout: IO[bytes]) -> Events:
     return events
 
 
-def _await(worker: subprocess.Popen[bytes], events: Events, timeout_s: float) -> tuple[Outcome, tuple[str, str] | None]:
-    """Wait for the current case's end: its outcome, or the status and message of what ended it and its worker."""
+def _await(
+    worker: subprocess.Popen[bytes], events: Events, timeout_s: float
+) -> tuple[Outcome, tuple[str, str] | None, bool]:
+    """Wait for the current case's end: its outcome, or the status and message of what ended it and its worker; and
+    whether the worker runs no other case.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -165,12 +182,12 @@ def _await(worker: subprocess.Popen[bytes], events: Events, timeout_s: float) ->
             # It may have recorded the case while it was being ended; a second record would contradict the first.
             late = [event["outcome"] for event in iter(events.get, None) if event["event"] == "done"]
             if late:
-                return late[0], None
-            return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped")
+                return late[0], None, True
+            return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped"), True
         if event is None:
-            return {}, ("error", f"its process ended with {_exit_name(worker.wait())}")
+            return {}, ("error", f"its process ended with {_exit_name(worker.wait())}"), True
         if event["event"] == "done":
-            return event["outcome"], None
+            return event["outcome"], None, event["last"]
 
 
 def _exit_name(code: int) -> str:

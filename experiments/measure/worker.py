@@ -10,83 +10,95 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 import threading
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-import numba
 import torch
 
 from experiments.case import Case
-from experiments.measure import gates, provenance
+from experiments.measure import devices, gates
 from experiments.measure.assemble import Group, case_from_dict, order_seed
 from experiments.measure.journal import Journal
+from experiments.measure.layers import forget
 from experiments.measure.record import Correctness, Record
-from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes
+from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes, probe_bytes
 from experiments.measure.sources import arm_file
-from experiments.measure.timing import Samples, interleave, warm_up
-from replayssm.kernels.cpu import bandwidth
+from experiments.measure.timing import RaisedError, Samples, interleave, warm_up
 from replayssm.layout import format_of
 from replayssm.traffic import Traffic
 
+AGAIN = " again"
+"""Behind the name of the arm that is timed a second time."""
 MEMORY_SHARE = 0.8
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
 
 
 class Arm:
-    """One arm of a running group: its layers, and what became of it."""
+    """One arm of a running group: its layers, and what became of it. ``graph`` is what timing replays on a GPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.status, self.message = "ok", ""
         self.layers: Any = None
+        self.graph: devices.Run | None = None
         self.module: Any = None
         self.config: dict[str, Any] = {}
         self.traffic: Traffic | None = None
         self.correctness: list[Correctness] = []
         self.cycles = 0
+        self.phases_ns: tuple[tuple[int, ...], ...] = ()
 
     def fail(self, status: str, message: str) -> None:
-        self.status, self.message, self.layers = status, " ".join(message.split()), None
+        self.status, self.message, self.layers, self.graph = status, " ".join(message.split()), None, None
 
     def run(self, cycles: int) -> None:
-        try:
-            for _ in range(cycles):
-                self.layers.cycle()
-        except Exception as error:
-            raise RaisedError(self, error) from error
+        cycle = self.graph or self.layers.cycle
+        for _ in range(cycles):
+            cycle()
         self.cycles += cycles
 
 
-class RaisedError(Exception):
-    """An arm raised while it was timed."""
-
-    def __init__(self, arm: Arm, error: Exception) -> None:
-        super().__init__(arm.name)
-        self.arm, self.error = arm, error
+class LostError(Exception):
+    """The device answers no more; nothing can run in this process."""
 
 
 def run_group(group: Group) -> list[Record]:
     """Run all arms of a case and return one record each; failures of an arm are its record, never an exception."""
-    case = group.case
-    told = provenance.cpu()["last_level_cache_bytes"]
+    arms = [Arm(name) for name in group.arms]
+    try:
+        return _run(group, arms)
+    except LostError as lost:
+        for arm in arms:
+            if arm.status == "ok":
+                arm.fail("error", str(lost))
+        return [_record(arm, group, {}, {}) for arm in arms]
+
+
+def _run(group: Group, arms: list[Arm]) -> list[Record]:
+    case, device = group.case, devices.of(group.case)
+    forget()
+    if not device.works():
+        raise LostError(f"PyTorch {torch.__version__} cannot use the device")
+    device.begin(case)
+    group.device = device.describe()
+    told = group.device.get("last_level_cache_bytes")
     cache_bytes = told or FALLBACK_CACHE_BYTES
     copies = copies_of(case, cache_bytes)
     copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
-    needed, free = needed_bytes(case, len(group.arms), copies), provenance.available_memory_bytes()
+    needed, free = needed_bytes(case, len(group.arms), copies), device.free_bytes()
     if free is not None and needed > MEMORY_SHARE * free:
         predicted = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
         return group.failures("oom", predicted)
 
-    arms = [Arm(name) for name in group.arms]
     for arm in arms:
         _prepare(arm, case, copies)
     _check_before(arms, case, copies)
-    timed = _time_standing(arms, group, copies * copy_bytes)
+    timed = _time_standing(arms, group, probe_bytes(case, copies))
     _check_after(arms, case, copies)
+    _time_phases(arms, group)
     used = {
         "copies": copies,
         "rotated_bytes": copies * copy_bytes,
@@ -95,7 +107,7 @@ def run_group(group: Group) -> list[Record]:
         "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
         "cycles_per_sample": case.timing.cycles_per_sample,
         "interval_length": case.interval_length,
-        "timer": "time.perf_counter_ns",
+        "timer": device.timer,
     }
     return [_record(arm, group, used, timed) for arm in arms]
 
@@ -110,8 +122,9 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
             arm.fail("unsupported", reason)
         else:
             arm.layers = arm.module.prepare(case, copies)
+            arm.graph = devices.of(case).graph(arm.layers)
     except Exception as error:
-        arm.fail(_status(error), _told(error))
+        _fail(arm, case, error)
 
 
 def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
@@ -140,11 +153,11 @@ def _checked(arm: Arm, check: gates.Check) -> Any:
     if arm.layers is None:
         return None
     try:
-        correctness, outputs = check.run(arm.layers, arm.cycles)
+        correctness, outputs = check.run(arm.layers, arm.cycles, arm.graph)
     except Exception as error:
-        arm.fail(_status(error), f"{check.moment} timing: {_told(error)}")
+        _fail(arm, check.case, error, f"{check.moment} timing: ")
         return None
-    arm.cycles += 1
+    arm.cycles += 2 if arm.graph else 1
     arm.correctness.append(correctness)
     if not correctness.passed:
         arm.fail("incorrect", f"{check.moment} timing: " + "; ".join(correctness.faults()))
@@ -157,35 +170,47 @@ def _time_standing(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str
         try:
             return _time(arms, group, buffer_bytes)
         except RaisedError as raised:
-            raised.arm.fail(_status(raised.error), f"while timed: {_told(raised.error)}")
+            name = raised.name.removesuffix(AGAIN)
+            blamed = next((arm for arm in arms if arm.name == name), None)
+            if blamed is None:
+                raise LostError(f"{raised.name} failed: {_told(raised.__cause__)}") from raised
+            _fail(blamed, group.case, raised.__cause__, "while timed: ")
     return {}
 
 
 def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
     """Warm up, then time all arms that are right, the bandwidth kernels, and one stored arm a second time (A/A)."""
-    case = group.case
+    case, device = group.case, devices.of(group.case)
     cycles = case.timing.cycles_per_sample
     standing = {arm.name: arm for arm in arms if arm.layers is not None}
     participants = {name: (lambda arm=arm: arm.run(cycles)) for name, arm in standing.items()}
-    buffer = torch.ones(buffer_bytes // 4)
-    probes = bandwidth.candidates()
+    buffer = torch.ones(buffer_bytes // 8 * 2, device=device.tensors)
+    probes = device.bandwidth_candidates()
     participants |= {f"probe {name}": (lambda run=run: run(buffer)) for name, (_, run, _) in probes.items()}
     moved = {name: run(buffer) for name, (_, run, _) in probes.items()}
     before = {name: arm.cycles for name, arm in standing.items()}
-    warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance)
+    warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance, device.elapsed_ns)
     again = _fastest_stored(list(standing), warmed.last_ns)
-    participants[f"{again} again"] = participants[again]
-    samples = interleave(participants, case.timing.rounds, order_seed(case, group.replicate))
+    participants[f"{again}{AGAIN}"] = participants[again]
+    states: list[Any] = []
+    samples = interleave(
+        participants,
+        case.timing.rounds,
+        order_seed(case, group.replicate),
+        device.elapsed_ns,
+        after_round=lambda: states.append(device.state()),
+    )
+    group.states = [state for state in states if state]
     for name, arm in standing.items():
         asked = cycles * (warmed.rounds + case.timing.rounds * (2 if name == again else 1))
         if arm.cycles - before[name] != asked:
             arm.fail("incorrect", f"{arm.cycles - before[name]} cycles run while timed, {asked} asked")
     return {
         "samples": {name: samples.elapsed_ns[name] for name in standing},
-        "again": {again: samples.elapsed_ns[f"{again} again"]},
+        "again": {again: samples.elapsed_ns[f"{again}{AGAIN}"]},
         "bandwidth": {
             kind: _fastest_probe({n: moved[n] for n, (of_kind, _, _) in probes.items() if of_kind == kind}, samples)
-            for kind in (bandwidth.READ, bandwidth.READ_MODIFY_WRITE)
+            for kind in dict.fromkeys(of_kind for of_kind, _, _ in probes.values())
         }
         | {"buffer_bytes": buffer_bytes},
         "used": {
@@ -195,6 +220,35 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
             "order": samples.order,
         },
     }
+
+
+def _time_phases(arms: list[Arm], group: Group) -> None:
+    """Time a step of the arms that are right at each ring length: all rows at it, without a commit. The layers hold
+    nothing of meaning afterwards.
+    """
+    case, device = group.case, devices.of(group.case)
+    if not case.timing.phase_rounds:
+        return
+    standing = {arm.name: arm for arm in arms if arm.layers is not None}
+    places = {f"{name} {p}": (arm, p) for name, arm in standing.items() for p in range(arm.layers.positions)}
+    steps: dict[str, devices.Run] = {}
+
+    def elapsed_ns(place: tuple[Arm, int]) -> int:
+        arm, position = place
+        if arm.name not in steps:
+            steps[arm.name] = device.repeated(arm.layers.run_steps)
+        arm.layers.place(position)
+        return device.elapsed_ns(steps[arm.name])
+
+    try:
+        warm_up(places, case.timing.warmup_limit_s, case.timing.warmup_tolerance, elapsed_ns)
+        samples = interleave(places, case.timing.phase_rounds, order_seed(case, group.replicate), elapsed_ns)
+    except RaisedError as raised:
+        _fail(places[raised.name][0], case, raised.__cause__, "while timed at one ring length: ")
+        return _time_phases(arms, group)
+    for name, arm in standing.items():
+        found = (samples.elapsed_ns[f"{name} {p}"] for p in range(arm.layers.positions))
+        arm.phases_ns = tuple(map(tuple, found))
 
 
 def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
@@ -217,6 +271,7 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
     if arm.status != "ok" or arm.traffic is None:
         return group.record(arm.name, arm.status, arm.message, **checks)
     case, bandwidth = group.case, timed["bandwidth"]
+    device = devices.of(case)
     return group.record(
         arm.name,
         "ok",
@@ -227,7 +282,8 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
         traffic=arm.traffic.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
         bandwidth=bandwidth,
-        peak_memory_bytes=_peak_memory_bytes(),
+        peak_memory_bytes=device.peak_memory_bytes(),
+        phase_samples_ns=arm.phases_ns,
     )
 
 
@@ -236,18 +292,23 @@ def _median_step_ns(record: Record) -> float | None:
     return median(samples) / record.layer_steps_per_sample if samples else None
 
 
-def _peak_memory_bytes() -> int:
-    """Of this process since it started; macOS counts in bytes, others in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _fail(arm: Arm, case: Case, error: BaseException | None, when: str = "") -> None:
+    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
+    arm.fail(_status(error), f"{when}{_told(error)}")
+    if not devices.of(case).works():
+        raise LostError(f"the device was lost with {arm.name}: {_told(error)}")
 
 
-def _status(error: Exception) -> str:
+def _status(error: BaseException | None) -> str:
     """PyTorch's CPU allocator raises a plain RuntimeError."""
-    return "oom" if isinstance(error, MemoryError) or "allocate memory" in str(error) else "error"
+    oom = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return "oom" if oom else "error"
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _told(error: BaseException | None) -> str:
+    """The first lines of CUDA's errors say what happened, the others how to find out more."""
+    text = str(error).partition("\nCUDA kernel errors might")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _end_with_parent(stdin: TextIO, writing: threading.Lock) -> None:
@@ -287,15 +348,16 @@ def main() -> None:
     journal = Journal(Path(job["folder"]), cases[0].experiment)
     for number, case in enumerate(cases):
         _report(events, event="start", case=number)
-        torch.set_num_threads(case.threads)
-        numba.set_num_threads(case.threads)
         records = run_group(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
         outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
         with writing:
             if os.getppid() != parent:
                 return
             journal.append(records)
-            _report(events, event="done", case=number, outcome=outcome)
+            lost = not devices.of(case).works()
+            _report(events, event="done", case=number, outcome=outcome, last=lost)
+        if lost:
+            return
 
 
 if __name__ == "__main__":

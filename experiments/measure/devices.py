@@ -1,0 +1,165 @@
+"""Where a case runs: where its tensors are, how its cycles are repeated and timed, what memory and cache it has.
+
+On a CPU a cycle is repeated by calling it and timed with the host's clock. On a GPU it is captured in a CUDA graph, L
+passes over all copies and their commits, and timed between two events: no launch is waited for, as in a server.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+
+from experiments.case import Case
+from experiments.measure import provenance
+from experiments.measure.timing import host_elapsed_ns
+
+Run = Callable[[], object]
+SPIN_CYCLES = 400_000
+"""About 0.2 ms that the GPU waits before a sample, so that its launches are queued before the first one runs."""
+
+
+class Cpu:
+    """The host: Numba and torch kernels in a loop."""
+
+    tensors = "cpu"
+    timer = "time.perf_counter_ns"
+
+    def begin(self, case: Case) -> None:
+        """Prepare the process for a case."""
+        torch.set_num_threads(case.threads)
+        numba.set_num_threads(case.threads)
+
+    def describe(self) -> dict[str, Any]:
+        return provenance.device("cpu")
+
+    def state(self) -> dict[str, Any] | None:
+        """State after a round; None where asking for it would disturb the next one, or tell nothing."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        return provenance.available_memory_bytes()
+
+    def peak_memory_bytes(self) -> int:
+        """Of this process since it started; macOS counts in bytes, others in KiB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def bandwidth_candidates(self) -> dict[str, Any]:
+        from replayssm.kernels.cpu import bandwidth
+
+        return bandwidth.candidates()
+
+    def graph(self, layers: Any) -> Run | None:
+        """What repeats a cycle of the layers apart from the calls it consists of; None if nothing does."""
+        return None
+
+    def repeated(self, run: Run) -> Run:
+        return run
+
+    def elapsed_ns(self, run: Run) -> int:
+        return host_elapsed_ns(run)
+
+    def works(self) -> bool:
+        """False where PyTorch finds no such device, and after an error that no later call of this process survives."""
+        return True
+
+
+class Cuda(Cpu):
+    """The first visible NVIDIA GPU."""
+
+    tensors = "cuda"
+    timer = "CUDA events around CUDA graph replays"
+
+    def begin(self, case: Case) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def describe(self) -> dict[str, Any]:
+        told = torch.cuda.get_device_properties(0)
+        return provenance.device("cuda") | {
+            "memory_bytes": told.total_memory,
+            "last_level_cache_bytes": told.L2_cache_size,
+            "multiprocessors": told.multi_processor_count,
+            "compute_capability": f"{told.major}.{told.minor}",
+            "cuda": torch.version.cuda,
+        }
+
+    def state(self) -> dict[str, Any] | None:
+        return provenance.nvidia.gpu_state()
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info()[0]
+
+    def peak_memory_bytes(self) -> int:
+        """Of this case's tensors on the GPU."""
+        return torch.cuda.max_memory_allocated()
+
+    def bandwidth_candidates(self) -> dict[str, Any]:
+        from replayssm.kernels.triton import bandwidth
+
+        return bandwidth.candidates()
+
+    def graph(self, layers: Any) -> Run | None:
+        return CycleGraph(layers)
+
+    def repeated(self, run: Run) -> Run:
+        return captured(run)
+
+    def elapsed_ns(self, run: Run) -> int:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return round(start.elapsed_time(end) * 1e6)
+
+    def works(self) -> bool:
+        try:
+            if not torch.cuda.is_available():
+                return False
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+
+class CycleGraph:
+    """A cycle of layers in one CUDA graph, captured at the first call; every call replays it.
+
+    The kernels must have run before, since they cannot be compiled or tuned while a graph is captured. The layers'
+    ``passes`` move on by what the capture recorded.
+    """
+
+    def __init__(self, layers: Any) -> None:
+        self.layers, self.passes = layers, 0
+        self._replay: Run | None = None
+
+    def __call__(self) -> None:
+        if self._replay is None:
+            before = self.layers.passes
+            self._replay = captured(self.layers.cycle)
+            self.passes, self.layers.passes = self.layers.passes - before, before
+        self._replay()
+        self.layers.passes += self.passes
+
+
+def captured(run: Run) -> Run:
+    """Replays what ``run`` launches; it is called once, and nothing of it runs before the first replay."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+DEVICES: dict[str, Cpu] = {"cpu": Cpu(), "cuda": Cuda()}
+
+
+def of(case: Case) -> Cpu:
+    """The device that a case runs on."""
+    return DEVICES[case.device]

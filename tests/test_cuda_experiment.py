@@ -1,0 +1,242 @@
+"""The kernel experiment with ``device=cuda``: on a GPU where there is one, else on the CPU in Triton's interpreter.
+
+Without a GPU a stand-in takes its place: tensors on the CPU, a plain loop for the graph, the host's clock for events.
+What only a GPU has, graphs and events, is in the tests marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    # Read when Triton defines its own functions, so before its first import.
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from analysis import tables  # noqa: E402
+from analysis.load import load  # noqa: E402
+from experiments.case import Case, Precision, Timing  # noqa: E402
+from experiments.measure import devices, gates, layers, provenance, worker  # noqa: E402
+from experiments.measure.assemble import Group  # noqa: E402
+from experiments.measure.journal import Journal  # noqa: E402
+from experiments.measure.record import Record  # noqa: E402
+from replayssm.geometry import Geometry  # noqa: E402
+from replayssm.kernels.triton import bandwidth  # noqa: E402
+
+ARMS = ("stored/triton", "replay/triton")
+ROUNDS, LENGTH, ROWS = 2, 3, 2
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+
+
+class StandIn(devices.Cuda):
+    """A GPU of 512 bytes of cache whose tensors lie on the CPU; ``lost`` makes it answer no more."""
+
+    tensors = "cpu:0"  # not "cpu", so that outputs are kept as on a GPU
+    timer = "time.perf_counter_ns"
+    lost = False
+
+    def begin(self, case: Case) -> None:
+        self.lost = False
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "gpu", "name": "Stand-in", "last_level_cache_bytes": 512, "memory_bytes": 2**30}
+
+    def state(self) -> dict[str, Any]:
+        return {"sm_clock_mhz": 1980.0, "clock_reasons": ["sw_power_cap"]}
+
+    def free_bytes(self) -> int:
+        return 2**40
+
+    def peak_memory_bytes(self) -> int:
+        return 1
+
+    def bandwidth_candidates(self) -> dict[str, Any]:
+        wanted = ("torch.sum", "torch.mul_", "torch.copy_")
+        return {name: found for name, found in bandwidth.candidates().items() if name in wanted}
+
+    def graph(self, layers: Any) -> devices.Run:
+        return lambda: layers.cycle()
+
+    def repeated(self, run: devices.Run) -> devices.Run:
+        return run
+
+    def elapsed_ns(self, run: devices.Run) -> int:
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+        start = time.perf_counter_ns()
+        run()
+        return time.perf_counter_ns() - start
+
+    def works(self) -> bool:
+        return not self.lost
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> devices.Cpu:
+    if GPU:
+        return devices.DEVICES["cuda"]
+    stand_in = StandIn()
+    monkeypatch.setitem(devices.DEVICES, "cuda", stand_in)
+    monkeypatch.setattr(provenance, "device", lambda kind: stand_in.describe())
+    monkeypatch.setattr(provenance.nvidia, "gpu_state", stand_in.state)
+    monkeypatch.setattr(gates, "SLACK", 4.0)  # the interpreter truncates bfloat16, which doubles the error of outputs
+    monkeypatch.setattr(worker, "probe_bytes", lambda case, copies: 4096)
+    return stand_in
+
+
+def case(family: str = "mamba2", phase: str = "aligned", phase_rounds: int = 0) -> Case:
+    geometry = Geometry(family, 1, 1, 8, 16)
+    timing = Timing("test", ROUNDS, 1, 5.0, 0.01, 1.0, 1, 60.0, phase_rounds)
+    return Case("kernel", "test", geometry, ROWS, LENGTH, phase, Precision("fp32", "bf16"), "cuda", 0, 0, timing)
+
+
+def run(of: Case, arms: tuple[str, ...] = ARMS) -> list[Record]:
+    return worker.run_group(Group(of, arms, 0, ("test",)))
+
+
+@pytest.mark.parametrize(("family", "phase"), [("mamba2", "aligned"), ("gdn", "staggered"), ("kda", "staggered")])
+def test_both_arms_pass_every_gate_and_reach_the_tables(
+    device: devices.Cpu, family: str, phase: str, tmp_path: Path
+) -> None:
+    records = run(case(family, phase))
+    assert [(r.status, r.message) for r in records] == [("ok", "")] * 2
+    for record in records:
+        assert record.phase_samples_ns == ()
+        used = record.timing_used
+        assert used["rotated_bytes"] >= 5 * record.device["last_level_cache_bytes"]
+        assert record.layer_steps_per_sample == used["copies"] * LENGTH
+        assert {"read", "read_modify_write", "copy"} <= set(record.bandwidth)
+        assert len(record.device_state["rounds"]) == ROUNDS
+        assert record.device_state["throttled"] is False
+        names = [c.quantity for c in record.correctness[0].comparisons]
+        assert {"output", "graph: output", "graph: state"} <= set(names)
+    before, after = records[1].correctness
+    per_cycle = records[1].timing_used["copies"] * ROWS
+    assert before.flushes_counted == before.flushes_expected == 2 * per_cycle
+    timed = ROUNDS + records[1].timing_used["warmup_rounds"]
+    again = ROUNDS if records[1].again_samples_ns else 0
+    assert after.flushes_counted == after.flushes_expected == (4 + timed + again) * per_cycle
+    journal = Journal(tmp_path, "kernel")
+    journal.append(records)
+    evidence = load([tmp_path])
+    assert not [e for e in evidence.exclusions if e.gate != "A/A"]
+    if evidence.records:  # A/A may refuse a machine with other work, by right
+        found = tables.build(evidence)
+        (row,) = found["kernel_speedups"].to_dict("records")
+        assert (row["arm"], row["baseline"], row["device_kind"]) == ("replay/triton", "stored/triton", "gpu")
+        assert set(found["roofs"]["device"]) == {records[0].device["name"]}
+
+
+def test_a_step_is_timed_at_every_ring_length(device: devices.Cpu) -> None:
+    stored, replay = run(case(phase_rounds=2))
+    assert [len(ns) for ns in replay.phase_samples_ns] == [2] * LENGTH
+    assert [len(ns) for ns in stored.phase_samples_ns] == [2]
+    again = Record.from_json(replay.to_json())
+    assert again.phase_samples_ns == replay.phase_samples_ns
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Callable[[], object], Any], object]) -> None:
+    """``wrong(graph, layers)`` runs in place of every graph of replay layers."""
+    right = devices.DEVICES["cuda"].graph
+
+    def graph(of: Any) -> devices.Run:
+        inner = right(of)
+        return (lambda: wrong(inner, of)) if isinstance(of, layers.ReplayLayers) else inner
+
+    monkeypatch.setattr(devices.DEVICES["cuda"], "graph", graph)
+
+
+def skip_commits(graph: Callable[[], object], of: Any) -> None:
+    cursor = of.cache.cursor.clone()
+    graph()
+    of.cache.cursor.copy_(cursor + 1)
+
+
+def miss_a_copy(graph: Callable[[], object], of: Any) -> None:
+    graph()
+    of.out[:, 0] = torch.nan
+
+
+def round_state(graph: Callable[[], object], of: Any) -> None:
+    graph()
+    of.state.copy_(of.state.bfloat16())
+
+
+def run_twice(graph: Callable[[], object], of: Any) -> None:
+    graph()
+    graph()
+
+
+WRONG = {
+    skip_commits: "cursor differs",
+    miss_a_copy: "graph: output elements not written or not finite",
+    round_state: "graph: state error",
+    run_twice: "passes more or less than whole cycles",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_graph_is_incorrect(device: devices.Cpu, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, wrong)
+    stored, replay = run(case())
+    assert stored.status == "ok"
+    assert (replay.status, replay.samples_ns) == ("incorrect", ())
+    assert WRONG[wrong] in replay.message
+
+
+@pytest.mark.skipif(GPU, reason="a GPU is not to be broken for a test")
+def test_a_lost_device_is_an_error_of_all_arms_that_stand(device: devices.Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(graph: Callable[[], object], of: Any) -> None:
+        device.lost = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+
+    planted(monkeypatch, lose)
+    stored, replay = run(case())
+    told = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (replay.status, replay.message) == ("error", f"before timing: {told}")
+    assert (stored.status, stored.message) == ("error", f"the device was lost with replay/triton: {told}")
+    assert not device.works()
+
+
+def test_throttling_is_told_from_a_power_cap() -> None:
+    throttled = provenance.nvidia.throttled
+    assert throttled([{"clock_reasons": ["sw_power_cap", "gpu_idle"]}, {"clock_reasons": None}]) is False
+    assert throttled([{"clock_reasons": []}, {"clock_reasons": ["hw_thermal_slowdown"]}]) is True
+    assert throttled([{"clock_reasons": None}]) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_of_a_cycle_runs_as_often_as_it_is_replayed() -> None:
+    device, of = devices.DEVICES["cuda"], dataclasses.replace(case(), precision=Precision("fp16", "bf16"))
+    from experiments.arms import replay_triton
+
+    made = replay_triton.prepare(of, 3)
+    made.cycle()
+    graph = device.graph(made)
+    assert graph is not None
+    for _ in range(5):
+        graph()
+    assert device.elapsed_ns(graph) > 0
+    assert (made.passes, made.flushes.unique().tolist()) == (7 * LENGTH, [7])
+    assert made.cursor.unique().tolist() == [0]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_driver_tells_the_state_of_the_gpu() -> None:
+    told = provenance.nvidia.gpu()
+    assert told is not None
+    assert told["name"] == torch.cuda.get_device_name(0)
+    state = provenance.nvidia.gpu_state()
+    assert state["sm_clock_mhz"] > 0
+    assert state["clock_reasons"] is not None
