@@ -33,7 +33,9 @@ from replayssm.geometry import Geometry  # noqa: E402
 from replayssm.kernels.triton import bandwidth  # noqa: E402
 
 ARMS = ("stored/triton", "replay/triton")
-ROUNDS, LENGTH, ROWS = 2, 3, 2
+ROUNDS, LENGTH = 2, 3
+ROWS, SHAPE = (64, (32, 8, 64, 128)) if GPU else (2, (1, 1, 8, 16))
+"""Batch, heads, groups, head_dim and state_dim: some copies rotate."""
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 
 
@@ -94,7 +96,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> devices.Cpu:
 
 
 def case(family: str = "mamba2", phase: str = "aligned", phase_rounds: int = 0) -> Case:
-    geometry = Geometry(family, 1, 1, 8, 16)
+    heads, groups, head_dim, state_dim = SHAPE
+    geometry = Geometry(family, heads, heads if family == "kda" else groups, head_dim, state_dim)
     timing = Timing("test", ROUNDS, 1, 5.0, 0.01, 1.0, 1, 60.0, phase_rounds)
     return Case("kernel", "test", geometry, ROWS, LENGTH, phase, Precision("fp32", "bf16"), "cuda", 0, 0, timing)
 

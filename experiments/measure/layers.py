@@ -87,6 +87,12 @@ class Layers:
         """One token for every copy, then one commit, of which a stored layer has none. Counted in ``passes``."""
         raise NotImplementedError
 
+    def as_rounded(self, inputs: Any) -> Any:
+        """``inputs`` of the recurrence as an honest version of this arm has them: for a kernel that rounds on the way,
+        and whose record says so. The truth is that of the inputs as they are.
+        """
+        return inputs
+
     def out_of(self, passes: int) -> Tensor:
         """``[copies,B,H,P]``, where pass ``passes`` writes its outputs."""
         return self.out[passes % len(self.out)]
@@ -98,14 +104,16 @@ class Layers:
 
 
 class StoredLayers(Layers):
-    """Copies of a stored-state layer; ``state [copies,B,H,P,N]``."""
+    """Copies of a stored-state layer; ``state [copies,B,H,P,N]``. ``placed`` copies the initial state to where the step
+    wants it.
+    """
 
     flushes_per_cycle = 0
     positions = 1
 
-    def __init__(self, case: Case, copies: int, step: Step) -> None:
+    def __init__(self, case: Case, copies: int, step: Step, placed: Callable[[Tensor], Tensor] = torch.clone) -> None:
         super().__init__(case, copies)
-        self.state = initial_state(case, copies).clone()
+        self.state = placed(initial_state(case, copies))
         self._slots = torch.arange(case.batch_size, device=self.device)
         self._step = step
         offsets = phase_offsets(case).to(self.device)

@@ -27,9 +27,10 @@ REASONS = {
 }
 STATE_FIELDS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""Its name since driver 535, and before."""
+"""The name since driver 535, and the one before it; nvidia-smi answers nothing if it does not know a field."""
 
 
+@functools.cache
 def gpu() -> dict[str, Any] | None:
     """Name, memory and driver; None if there is no GPU that the driver lists."""
     if nvml := _nvml():
@@ -57,9 +58,9 @@ def gpu_state() -> dict[str, Any]:
         numbers[3] = None if numbers[3] is None else numbers[3] / 1000
         reasons = _told(library.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     else:
-        values = _smi(*STATE_FIELDS) or [None] * len(STATE_FIELDS)
+        answers = (_smi(*STATE_FIELDS, field) for field in REASON_FIELDS)
+        *values, told = next((a for a in answers if a), [None] * (len(STATE_FIELDS) + 1))
         numbers = [None if value is None else float(value) for value in values]
-        told = next((found[0] for field in REASON_FIELDS if (found := _smi(field)) and found[0]), None)
         reasons = None if told is None else int(told, 16)
     names = ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")
     return dict(zip(names, numbers, strict=True)) | {

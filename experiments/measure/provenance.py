@@ -56,7 +56,7 @@ def device(kind: str) -> dict[str, Any]:
     """The device of a case, ``cpu`` or ``cuda``, as far as it can be told without torch; always with a name."""
     if kind == "cpu":
         return cpu()
-    return (nvidia.gpu() or {"kind": "gpu", "name": "unknown GPU"}) | {"host": cpu()}
+    return {"kind": "gpu", "name": "unknown GPU"} | (nvidia.gpu() or {}) | {"host": cpu()}
 
 
 def state(kind: str) -> dict[str, Any]:
