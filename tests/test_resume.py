@@ -376,3 +376,20 @@ def test_one_process_runs_many_cases_until_it_is_killed(fresh: Tree, monkeypatch
     assert recorded == [(seed, status) for seed, status in enumerate(expected) for _ in ARMS]
     assert len(workers) == 2
     assert not alive(workers)
+
+
+def test_a_worker_whose_device_is_lost_runs_no_other_case(fresh: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "ROOT", fresh.root)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(fresh.cache))
+    others, workers = children(os.getpid()), set()
+    watcher = runner.Watcher(started=lambda case, replicate: workers.update(children(os.getpid()) - others))
+    works, lost = "lost = not devices.of(case).works()", "lost = number == 1"
+    fresh.patch("experiments/measure/worker.py", works, lost)
+    try:
+        runner.run(0, [small_case(2, seed) for seed in range(3)], ARMS, fresh.records, ("test",), watcher)
+    finally:
+        fresh.patch("experiments/measure/worker.py", lost, works)
+    assert [(line["seeds"]["case"], line["status"]) for line in fresh.lines()] == [
+        (seed, "ok") for seed in range(3) for _ in ARMS
+    ]
+    assert len(workers) == 2

@@ -139,13 +139,13 @@ def _one_process(
         for case in cases:
             group = Group(case, arms, replicate, argv)
             watcher.started(case, replicate)
-            outcome, failure, last = _await(worker, events, case.timing.timeout_s)
+            outcome, failure = _await(worker, events, case.timing.timeout_s)
             if failure:
                 Journal(folder, case.experiment).append(group.failures(*failure))
                 outcome = dict.fromkeys(arms, (*failure, None))
             outcomes.append(outcome)
             watcher.done(case, replicate, outcome)
-            if last or worker.returncode is not None or watcher.enough():
+            if worker.returncode is not None or watcher.enough():
                 break
     finally:
         _end(worker)
@@ -167,12 +167,8 @@ def _follow(stdout: IO[bytes]) -> Events:
     return events
 
 
-def _await(
-    worker: subprocess.Popen[bytes], events: Events, timeout_s: float
-) -> tuple[Outcome, tuple[str, str] | None, bool]:
-    """Wait for the current case's end: its outcome, or the status and message of what ended it and its worker; and
-    whether the worker runs no other case.
-    """
+def _await(worker: subprocess.Popen[bytes], events: Events, timeout_s: float) -> tuple[Outcome, tuple[str, str] | None]:
+    """Wait for the current case's end: its outcome, or the status and message of what ended it and its worker."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -182,12 +178,14 @@ def _await(
             # It may have recorded the case while it was being ended; a second record would contradict the first.
             late = [event["outcome"] for event in iter(events.get, None) if event["event"] == "done"]
             if late:
-                return late[0], None, True
-            return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped"), True
+                return late[0], None
+            return {}, ("timeout", f"still running after timing.timeout_s={timeout_s:g}; stopped")
         if event is None:
-            return {}, ("error", f"its process ended with {_exit_name(worker.wait())}"), True
+            return {}, ("error", f"its process ended with {_exit_name(worker.wait())}")
         if event["event"] == "done":
-            return event["outcome"], None, event["last"]
+            if event["last"]:  # its device was lost
+                worker.wait()
+            return event["outcome"], None
 
 
 def _exit_name(code: int) -> str:
