@@ -1,4 +1,5 @@
-"""The figures, one function each: speedup by batch size, bandwidth, speedup by interval length.
+"""The figures, one function each: speedup by batch size, bandwidth, speedup by interval length; a GPU's own are in
+`gpu_figures`.
 
 They draw the rounded values of the tables and nothing else. Every measured point carries its 95 % interval, failed
 cells are crosses at the foot of their panel, and batch size 1 is always on the axis.
@@ -18,15 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from analysis import published, style
+from analysis import gpu_figures, published, style
 from analysis.cells import strongest, weaknesses
 
-NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
-PAPER_INTERVAL = 16
+NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", *gpu_figures.NAMES)
+PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
 WEAK = "one process, few rounds or noisy"
 DODGE = 0.22
 """Shift of staggered phases to the right, in doublings, so that their points do not hide aligned ones."""
-FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
 
 
 def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> list[str]:
@@ -38,12 +38,14 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
     with plt.rc_context(style.RC):
         style.save(speedup_by_batch(speedups, failures, paper), folder, "speedup_by_batch")
         drawn.append("speedup_by_batch")
-        if len(roofs):
-            style.save(bandwidth(roofs, failures, paper), folder, "bandwidth")
+        if len(of_cpus := roofs[roofs["device_kind"] == "cpu"]):
+            lost = failures[failures["device_kind"] == "cpu"]
+            style.save(bandwidth(of_cpus, lost, paper), folder, "bandwidth")
             drawn.append("bandwidth")
         if len(speedups):
             style.save(speedup_by_interval(speedups, failures, paper), folder, "speedup_by_interval")
             drawn.append("speedup_by_interval")
+        drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
     return drawn
 
 
@@ -52,22 +54,25 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
     failed = failures[failures["kind"] != "stored"]
     lengths = _lengths(speedups, failed)
     ours, failed = _at(speedups, lengths), _at(failed, lengths)
-    facets = _facets(ours, failed) or [("", key) for key in _curve_models(paper)]
+    facets = style.facets(ours, failed) or [("", key, PAPER_STATE) for key in _curve_models(paper)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
     legend = _legend(ours, looks, published_curves=True, failed=len(failed) > 0)
-    figure, axes = style.panels(_rows(facets), legend)
+    figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
-    for ax, (device, model) in zip(axes, facets, strict=True):
-        rows, lost = _of(ours, device, model), _of(failed, device, model)
+    for ax, facet in zip(axes, facets, strict=True):
+        device, model, state = facet
+        rows, lost = style.of(ours, *facet), style.of(failed, *facet)
         batches = {1, 256, *(int(b) for b in rows["batch_size"]), *(int(b) for b in lost["batch_size"].dropna())}
-        values += _draw_published(ax, paper, model, batches)
+        values += _draw_published(ax, paper, model, batches) if state == PAPER_STATE else []
         values += _draw_measured(ax, rows, lost, "batch_size", looks)
         if device and 1 not in {*rows["batch_size"], *lost["batch_size"]}:
             place = {"xycoords": ax.get_xaxis_transform()} | style.SMALL | {"ha": "left"}
             ax.annotate("batch 1\nnot run", (-0.3, 0.03), **place)
         style.doubling_axis(ax, sorted(batches), "batch size")
         style.heading(
-            ax, _title(model, paper), _subtitle(rows, device, _length_text(lengths, device, model)) or "published only"
+            ax,
+            style.title(model, paper),
+            style.subtitle(rows, device, _length_text(lengths, *facet)) or "published only",
         )
     _finish_speedups(axes, values)
     return figure
@@ -80,7 +85,7 @@ def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) 
     shown = _at(roofs, lengths).sort_values("share", kind="stable")
     shown = shown.drop_duplicates(["device", "model", "batch_size", "arm", "state", "inputs", "threads"])
     rows = pd.concat([shown, lost]).dropna(subset=["batch_size"])
-    facets, looks = _facets(rows[rows["share"].notna()]), style.arm_look(list(rows["arm"]))
+    facets, looks = style.facets(rows[rows["share"].notna()]), style.arm_look(list(rows["arm"]))
     arms = sorted(looks, key=lambda a: (a.split("/")[0], a))
     legend = [Line2D([], [], ls="", label=arm, **looks[arm]) for arm in arms]
     legend.append(Line2D([], [], ls="", marker="|", ms=10, mew=2, color=style.INK, label="roof of the arm"))
@@ -89,35 +94,37 @@ def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) 
     if rows["share"].isna().any():
         legend.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
     heights = [max(1.6, 0.18 * n + 0.9) for n in _lines_by_row(rows, facets)]
-    figure, axes = style.panels(_rows(facets), legend, heights)
-    for ax, (device, model) in zip(axes, facets, strict=True):
-        part = _of(rows, device, model)
+    figure, axes = style.panels(style.rows(facets), legend, heights)
+    for ax, facet in zip(axes, facets, strict=True):
+        device, model, _ = facet
+        part = style.of(rows, *facet)
         _draw_bandwidths(ax, part, looks, _rightmost(rows[rows["device"] == device]))
-        style.heading(ax, _title(model, paper), _subtitle(part, device, _length_text(lengths, device, model)))
+        style.heading(ax, style.title(model, paper), style.subtitle(part, device, _length_text(lengths, *facet)))
     axes[0].set_ylabel("batch size")
     return figure
 
 
 def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup by interval length at the batch size with most lengths, with the curve that bytes alone would give."""
-    facets, looks = _facets(speedups), style.arm_look(list(speedups["arm"]))
+    facets, looks = style.facets(speedups), style.arm_look(list(speedups["arm"]))
     failed = failures[failures["arm"].isin(list(looks))]
-    batches = {facet: _fullest(_of(speedups, *facet)) for facet in facets}
-    everywhere = zip(speedups["device"], speedups["model"], speedups["batch_size"], strict=True)
-    shown = speedups[[batches.get((device, model)) == batch for device, model, batch in everywhere]]
+    batches = {facet: _fullest(style.of(speedups, *facet)) for facet in facets}
+    everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
+    shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
     legend = _legend(shown, looks, published_curves=False, failed=len(failed) > 0)
-    figure, axes = style.panels(_rows(facets), legend)
+    figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
-    for ax, (device, model) in zip(axes, facets, strict=True):
-        rows, lost = _of(speedups, device, model), _of(failed, device, model)
-        batch = batches[device, model]
+    for ax, facet in zip(axes, facets, strict=True):
+        device, model, _ = facet
+        rows, lost = style.of(speedups, *facet), style.of(failed, *facet)
+        batch = batches[facet]
         lost = lost[lost["batch_size"] == batch].dropna(subset=["interval_length"])
         rows = rows[rows["batch_size"] == batch]
         lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
         values += _draw_traffic(ax, rows, max(lengths))
         values += _draw_measured(ax, rows, lost, "interval_length", looks)
         style.doubling_axis(ax, sorted(lengths), "interval length L")
-        style.heading(ax, _title(model, paper), _subtitle(rows, device, f"batch {batch}"))
+        style.heading(ax, style.title(model, paper), style.subtitle(rows, device, f"batch {batch}"))
     _finish_speedups(axes, values)
     return figure
 
@@ -282,25 +289,25 @@ def _weak_legend(rows: pd.DataFrame) -> list[Line2D]:
     return [Line2D([], [], label=WEAK, **style.hollow(style.INK, "o"))] if any(map(_weak, rows.itertuples())) else []
 
 
-def _lengths(measured: pd.DataFrame, failed: pd.DataFrame) -> dict[tuple[str, str], int]:
+def _lengths(measured: pd.DataFrame, failed: pd.DataFrame) -> dict[style.Facet, int]:
     """The interval length at which a panel shows its model: the paper's where it was run, else the most frequent."""
     found = {}
-    for facet in _facets(measured, failed):
+    for facet in style.facets(measured, failed):
         for frame in (measured, failed):
-            values = _of(frame, *facet)["interval_length"].dropna()
+            values = style.of(frame, *facet)["interval_length"].dropna()
             if len(values) and facet not in found:
                 found[facet] = PAPER_INTERVAL if (values == PAPER_INTERVAL).any() else int(values.mode().min())
     return found
 
 
-def _at(frame: pd.DataFrame, lengths: dict[tuple[str, str], int]) -> pd.DataFrame:
-    pairs = zip(frame["device"], frame["model"], frame["interval_length"], strict=True)
-    chosen = [not pd.isna(length) and lengths.get((device, model)) == length for device, model, length in pairs]
+def _at(frame: pd.DataFrame, lengths: dict[style.Facet, int]) -> pd.DataFrame:
+    places = zip(*(frame[name] for name in (*style.FACET, "interval_length")), strict=True)
+    chosen = [not pd.isna(length) and lengths.get(tuple(facet)) == length for *facet, length in places]
     return frame[np.array(chosen, dtype=bool)]
 
 
-def _length_text(lengths: dict[tuple[str, str], int], device: str, model: str) -> str:
-    length = lengths.get((device, model), PAPER_INTERVAL)
+def _length_text(lengths: dict[style.Facet, int], *facet: str) -> str:
+    length = lengths.get(facet, PAPER_INTERVAL)
     return f"L = {length}" if length == PAPER_INTERVAL else f"only L = {length} run"
 
 
@@ -316,46 +323,12 @@ def _rightmost(rows: pd.DataFrame) -> float:
     return float(pd.concat([bars, rows["roof_gb_per_s"], rows["read_gb_per_s"], rows["rmw_gb_per_s"]]).max())
 
 
-def _facets(*frames: pd.DataFrame) -> list[tuple[str, str]]:
-    pairs = pd.concat([f[["device", "model", "family"]] for f in frames]).dropna(subset=["device", "model"])
-    order = {name: i for i, name in enumerate(FAMILIES)}
-    pairs = pairs.drop_duplicates(["device", "model"])
-    rows = sorted(pairs.itertuples(index=False), key=lambda r: (r.device, order.get(r.family, len(order)), r.model))
-    return [(r.device, r.model) for r in rows]
-
-
-def _rows(facets: list[tuple[str, str]]) -> list[int]:
-    """Panels by row: at most three, and each device begins a row."""
-    counts: list[int] = []
-    for index, (device, _) in enumerate(facets):
-        if index == 0 or device != facets[index - 1][0] or counts[-1] == 3:
-            counts.append(0)
-        counts[-1] += 1
-    return counts
-
-
-def _lines_by_row(frame: pd.DataFrame, facets: list[tuple[str, str]]) -> list[int]:
+def _lines_by_row(frame: pd.DataFrame, facets: list[style.Facet]) -> list[int]:
     """Lines that the fullest panel of each row has to hold, gaps between batch sizes included."""
-    lines = [len(part) + part["batch_size"].nunique() for part in (_of(frame, *facet) for facet in facets)]
-    ends = np.cumsum(_rows(facets))
-    return [max(lines[end - count : end]) for end, count in zip(ends, _rows(facets), strict=True)]
-
-
-def _of(frame: pd.DataFrame, device: str, model: str) -> pd.DataFrame:
-    return frame[(frame["device"] == device) & (frame["model"] == model)]
+    lines = [len(part) + part["batch_size"].nunique() for part in (style.of(frame, *facet) for facet in facets)]
+    ends = np.cumsum(style.rows(facets))
+    return [max(lines[end - count : end]) for end, count in zip(ends, style.rows(facets), strict=True)]
 
 
 def _curve_models(paper: pd.DataFrame) -> list[str]:
     return [key for key in published.display_names(paper) if published.kernel_curves(paper, key)]
-
-
-def _title(model: str, paper: pd.DataFrame) -> str:
-    return published.display_names(paper).get(model, model.replace("_", "-").title())
-
-
-def _subtitle(rows: pd.DataFrame, device: str, last: str) -> str:
-    if rows.empty:
-        return f"{device}, {last}" if device else ""
-    family = FAMILIES.get(rows["family"].iloc[0], rows["family"].iloc[0])
-    state = "/".join(sorted(rows["state"].astype(str).unique()))
-    return f"{family}, {state} state, {last}, {device}"

@@ -13,6 +13,9 @@ from markupsafe import Markup
 from analysis.rules import VERDICTS
 from analysis.tables import shown_columns, text
 
+ALWAYS = ("kernel_speedups", "roofs")
+TABLES = (("Speedups of kernels", "kernel_speedups"), ("Replay against each other arm", "kernel_pairs"))
+TABLES += (("Roofs", "roofs"), ("Time by ring length", "kernel_phases"))
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
     "intervals. Grey, open: published, on another card and at L = 16; where a curve says so, its source names the card "
@@ -22,6 +25,10 @@ CAPTIONS = {
     "bandwidth": "Bytes moved over time beside the roof of each arm: reads at the measured read bandwidth, flushes and "
     "stored updates at that of an in-place update. Every case measures both anew; the bands reach from the lowest to "
     "the highest. Of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
+    "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
+    "of two flush phases the slower. 95 % intervals.",
+    "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
+    "flushes. Stored steps do not depend on it.",
     "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "
     "bytes alone. Dotted: what this machine's bandwidths allow.",
 }
@@ -42,7 +49,7 @@ def render(tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[
         tally=[(v, n) for v in VERDICTS if (n := int((claims["verdict"] == v).sum()))],
         claims=[(g, rows.to_dict("records")) for g, rows in claims.groupby("group", sort=False)],
         figures=[_figure(name, folder) for name in figures],
-        tables=[_table("Speedups of kernels", tables["kernel_speedups"]), _table("Roofs", tables["roofs"])],
+        tables=[_table(title, tables[name]) for title, name in TABLES if name in ALWAYS or len(tables[name])],
         left_out=[_table("Failures", tables["failures"]), _table("Exclusions", tables["exclusions"])],
         device_table=_table("Devices and versions", devices),
         table_block=lambda table: Markup(block.render(table=table)),

@@ -20,13 +20,22 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from analysis import published
+
 INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 FAILED = "#B22222"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
 SMALL: dict[str, Any] = {"ha": "center", "fontsize": 7, "color": MUTED}
-SERIES_FIELDS = ("state", "inputs", "phase", "threads")
+SERIES_FIELDS = ("inputs", "phase", "threads")
+"""Beside the arm; each panel shows one device, model and state format."""
+
+FAMILIES = {"mamba2": "Mamba-2", "gdn": "GDN", "kda": "KDA"}
+FACET = ("device", "model", "state")
+"""Columns that name a panel."""
+Facet = tuple[str, ...]
+STATES = ("fp32", "fp16", "bf16")
 
 RC = {
     "font.family": "DejaVu Sans",
@@ -92,6 +101,47 @@ def panels(
     axes = [figure.add_subplot(grid[i, j]) for i, count in enumerate(rows) for j in range(count)]
     figure.legend(handles=list(legend), loc="lower center", ncols=columns, fontsize=7.5, handlelength=2.4)
     return figure, axes
+
+
+def facets(*frames: pd.DataFrame) -> list[Facet]:
+    """Device, model and state of each panel, in the order in which they are drawn."""
+    columns = ["device", "model", "family", "state"]
+    found = pd.concat([frame[columns] for frame in frames]).dropna(subset=[*FACET]).drop_duplicates([*FACET])
+
+    def place(row: Any) -> tuple[Any, ...]:
+        known = [
+            list(names).index(x) if x in names else 9 for x, names in ((row.state, STATES), (row.family, FAMILIES))
+        ]
+        return (row.device, known[0], row.state, known[1], row.model)
+
+    return [(r.device, r.model, r.state) for r in sorted(found.itertuples(index=False), key=place)]
+
+
+def of(frame: pd.DataFrame, device: str, model: str, state: str) -> pd.DataFrame:
+    """Rows of one panel."""
+    return frame[(frame["device"] == device) & (frame["model"] == model) & (frame["state"] == state)]
+
+
+def rows(facets: Sequence[Facet]) -> list[int]:
+    """Panels by row: at most three, and each device and state begins a row."""
+    counts: list[int] = []
+    for index, (device, _, state) in enumerate(facets):
+        if index == 0 or (device, state) != (facets[index - 1][0], facets[index - 1][2]) or counts[-1] == 3:
+            counts.append(0)
+        counts[-1] += 1
+    return counts
+
+
+def title(model: str, paper: pd.DataFrame) -> str:
+    return published.display_names(paper).get(model, model.replace("_", "-").title())
+
+
+def subtitle(rows: pd.DataFrame, device: str, last: str) -> str:
+    if rows.empty:
+        return f"{device}, {last}" if device else ""
+    family = FAMILIES.get(rows["family"].iloc[0], rows["family"].iloc[0])
+    state = "/".join(sorted(rows["state"].astype(str).unique()))
+    return f"{family}, {state} state, {last}, {device}"
 
 
 def heading(ax: Axes, title: str, subtitle: str) -> None:

@@ -7,23 +7,27 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import roofs, speedups
+from analysis import pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 
-NAMES = ("kernel_speedups", "roofs", "failures", "exclusions", "devices")
-WHOLE = ("batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes")
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "failures", "exclusions", "devices")
+WHOLE = ("ring_length", "batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
-DEVICE += ["records", "failures"]
+DEVICE += ["multiprocessors", "compute_capability", "driver", "records", "failures"]
 NOTES = {
     "kernel_speedups": "The speedup is the median over rounds of the ratio within a round, its mean over processes; "
     "step and baseline are medians over rounds of each arm alone, so that their ratio may differ from it, even in "
     "direction. The interval covers the rounds and, from two processes on, the processes of this one run of one "
     "machine; it covers no other day, build or machine. Rows whose A/A noise exceeds "
     f"{100 * LOUD_AA:.0f} % are AMBIGUOUS, whatever their interval.",
+    "kernel_pairs": "Every replay arm over each other arm of the same rounds: stored arms as shipped, and the replay "
+    "of others. Baseline of the speedups is the fastest stored arm alone.",
+    "kernel_phases": "All rows at one ring length, no commit, on states that are those of no model; whole cycles, "
+    "which the speedups rest on, are timed apart.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -38,6 +42,8 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     ]
     rows = {
         "kernel_speedups": ([r for c in found for r in speedups.speedup_rows(c, evidence, labels)], speedups.COLUMNS),
+        "kernel_pairs": ([r for c in found for r in pairs.pair_rows(c, labels)], pairs.COLUMNS),
+        "kernel_phases": ([r for c in found for r in phases.phase_rows(c, labels)], phases.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
         "failures": (failures, FAILURE),
         "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),
@@ -92,6 +98,9 @@ def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, A
                 "name": name,
                 "kind": str(r.device.get("kind")),
                 "cores": number(r.device, "cores"),
+                "multiprocessors": number(r.device, "multiprocessors"),
+                "compute_capability": r.device.get("compute_capability"),
+                "driver": r.device.get("driver"),
             }
             | {"code": sha, "uncommitted": dirty, "packages": packages, "records": 0, "failures": 0}
             | {"memory_gib": _scaled(r.device, "memory_bytes", 2**30)}

@@ -122,6 +122,30 @@ def group(
     return records
 
 
+GPU = {"name": "NVIDIA H200", "kind": "gpu", "memory_bytes": 140 * 2**30, "last_level_cache_bytes": CACHE_BYTES}
+GPU |= {"driver": "580.1", "multiprocessors": 132, "compute_capability": "9.0", "host": {"cores": 16}}
+GPU_ARMS = {
+    "stored/triton": 1.05,
+    "stored/vllm": 1.2,
+    "stored/vllm-tuned": 1.0,
+    "replay/triton": 0.5,
+    "replay/vllm": 0.6,
+}
+
+
+def gpu_group(
+    model: str = "qwen3_5_4b", batch: int = 256, state: str = "fp32", phased: bool = False, **options: Any
+) -> list[Record]:
+    """The records of one process on a GPU; with ``phased`` they hold times by ring length too."""
+    precision = {"state": state, "inputs": "bf16"}
+    of = case(model, batch, device="cuda", threads=0, precision=precision, **options.pop("fields", {}))
+    told = {"aa_arm": "stored/triton", "device": dict(GPU), "device_state": {"throttled": False, "rounds": []}}
+    found = group(of, **({"arms": GPU_ARMS} | told | options))
+    lengths = {r.arm: of["interval_length"] if r.arm.startswith("replay/") else 1 for r in found}
+    times = {arm: tuple((COPIES * (1000 + 10 * p),) * 2 for p in range(n)) for arm, n in lengths.items()}
+    return [dataclasses.replace(r, phase_samples_ns=times[r.arm]) for r in found] if phased else found
+
+
 def _what_was_run(of: Mapping[str, Any], arm: str) -> dict[str, Any]:
     """Fields that do not depend on how the process went."""
     device = {"name": "Test CPU", "kind": "cpu", "cores": 2, "memory_bytes": 24 * 2**30}

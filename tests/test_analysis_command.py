@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
-from records import ARMS, case, group, write
+from records import ARMS, case, gpu_group, group, write
 
 import analysis.__main__ as command
 from analysis import figures, published, style, tables
@@ -21,7 +21,6 @@ from analysis.__main__ import differences, main
 from analysis.load import load
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = ("speedup_by_batch", "bandwidth", "speedup_by_interval")
 
 
 def sweep():
@@ -35,11 +34,16 @@ def sweep():
     return groups
 
 
+def everything():
+    """What has every output."""
+    return [*sweep(), gpu_group(phased=True)]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Folder with records and the outputs built from them."""
     folder = tmp_path_factory.mktemp("built")
-    write(folder / "records", *sweep())
+    write(folder / "records", *everything())
     assert main(["--records", str(folder / "records"), "--out", str(folder / "out")]) == 0
     return folder
 
@@ -64,12 +68,12 @@ def check(folder, out=None):
 
 def test_everything_is_written(built):
     expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md")}
-    expected |= {f"figures/{f}.{s}" for f in FIGURES for s in ("svg", "png")} | {"report/index.html"}
+    expected |= {f"figures/{f}.{s}" for f in figures.NAMES for s in ("svg", "png")} | {"report/index.html"}
     assert set(contents(built / "out")) == expected == command.OWN
 
 
 def test_the_same_records_in_another_order_give_the_same_bytes(built, tmp_path):
-    groups = sweep()
+    groups = everything()
     write(tmp_path / "records", *groups[::-2], name="b")
     write(tmp_path / "records" / "deeper", *groups[-2::-2], name="a")
     assert main(["--records", str(tmp_path / "records"), "--out", str(tmp_path / "out")]) == 0
@@ -255,7 +259,7 @@ def test_analysis_imports_neither_torch_nor_the_library():
 
 def test_the_report_is_self_contained_and_shows_what_matters(built):
     page = (built / "out" / "report" / "index.html").read_text(encoding="utf-8")
-    assert page.count("data:image/svg+xml;base64,") == 3
+    assert page.count("data:image/svg+xml;base64,") == len(figures.NAMES)
     assert not re.search(r'(src|href)="(https?:)?//', page)
     assert "<script" not in page
     places = [page.index(f'id="{name}"') for name in ("claims", "figures", "tables", "left-out", "devices")]

@@ -1,0 +1,78 @@
+"""Share of the roof by batch size, for GPUs, which run more of them than bars can show; time by ring length."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis import style
+
+NAMES = ("roof_share_by_batch", "step_by_ring_length")
+
+
+def draw(roofs: pd.DataFrame, phases: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw those for which there is something to show; returns their names."""
+    drawn = []
+    if len(of_gpus := roofs[roofs["device_kind"] != "cpu"]):
+        style.save(roof_share_by_batch(of_gpus, paper), folder, NAMES[0])
+        drawn.append(NAMES[0])
+    if len(phases):
+        style.save(step_by_ring_length(phases, paper), folder, NAMES[1])
+        drawn.append(NAMES[1])
+    return drawn
+
+
+def roof_share_by_batch(roofs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Share of its own roof that each arm reaches, at the interval length with most batch sizes; of its flush phases
+    the slower.
+    """
+    lengths = roofs.groupby("interval_length")["batch_size"].nunique()
+    length = int(max(lengths.index, key=lambda n: (lengths[n], n == 16, n)))
+    shown = roofs[roofs["interval_length"] == length].sort_values("share", kind="stable")
+    shown = shown.drop_duplicates([*style.FACET, "batch_size", "arm", "inputs"])
+    facets, looks = style.facets(shown), style.arm_look(list(shown["arm"]))
+    legend = [Line2D([], [], label=arm, **looks[arm]) for arm in sorted(looks, key=lambda a: (a.split("/")[0], a))]
+    figure, axes = style.panels(style.rows(facets), legend)
+    top = max(1.0, float(shown["high"].max()))
+    for ax, facet in zip(axes, facets, strict=True):
+        part = style.of(shown, *facet)
+        for (arm, _), line in part.groupby(["arm", "inputs"], sort=True):
+            line = line.sort_values("batch_size")
+            where = [math.log2(v) for v in line["batch_size"]]
+            bars = [line["share"] - line["low"], line["high"] - line["share"]]
+            ax.errorbar(where, line["share"], yerr=bars, capsize=2.5, elinewidth=1.2, **looks[arm])
+        ax.axhline(1, color=style.INK, lw=0.9, zorder=2)
+        ax.set_ylim(0, math.ceil(top * 10 + 0.5) / 10)
+        style.doubling_axis(ax, [int(v) for v in part["batch_size"]], "batch size")
+        style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], f"L = {length}"))
+    axes[0].set_ylabel("share of the arm's roof")
+    return figure
+
+
+def step_by_ring_length(phases: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Time of a step with all rows at one ring length, the last of which flushes, at the largest batch that was timed
+    so; a stored step has none and is a line across.
+    """
+    facets, looks = style.facets(phases), style.arm_look(list(phases["arm"]))
+    legend = [Line2D([], [], label=arm, **looks[arm]) for arm in sorted(looks, key=lambda a: (a.split("/")[0], a))]
+    figure, axes = style.panels(style.rows(facets), legend)
+    for ax, facet in zip(axes, facets, strict=True):
+        part = style.of(phases, *facet)
+        part = part[part["batch_size"] == part["batch_size"].max()]
+        part = part[part["interval_length"] == part["interval_length"].max()]
+        length, batch = int(part["interval_length"].iloc[0]), int(part["batch_size"].iloc[0])
+        for arm, line in part.drop_duplicates(["arm", "ring_length"]).groupby("arm", sort=True):
+            line = line.sort_values("ring_length")
+            if len(line) == 1:
+                ax.plot([0, length - 1], [line["step_us"].iloc[0]] * 2, **looks[arm])
+            else:
+                ax.plot(line["ring_length"], line["step_us"], **looks[arm])
+        ax.set_ylim(0, 1.1 * float(part["step_us"].max()))
+        ax.set_xlabel("tokens in the ring")
+        style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], f"batch {batch}, L = {length}"))
+    axes[0].set_ylabel("microseconds a layer step")
+    return figure

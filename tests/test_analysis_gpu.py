@@ -1,0 +1,112 @@
+"""Records of a GPU in tables and figures: beside those of CPUs, never mixed with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from records import case, gpu_group, group, write
+
+from analysis import claims, figures, gpu_figures, published, style, tables
+from analysis.load import load
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture
+def paper():
+    return published.read(ROOT / "results" / "paper" / "published.csv")
+
+
+def found_in(folder, *groups):
+    return tables.build(load([write(folder, *groups)]))
+
+
+def test_a_cell_holds_one_device(tmp_path):
+    found = found_in(tmp_path, gpu_group(batch=64), group(case("qwen3_5_4b", 64)))
+    speedups = found["kernel_speedups"]
+    assert dict(speedups.groupby("device")["arm"].count()) == {"2-core CPU": 3, H200: 4}
+    assert set(speedups[speedups["device"] == H200]["baseline"]) == {"stored/vllm-tuned"}
+    assert set(speedups[speedups["device"] == H200]["threads"].isna()) == {True}
+    assert style.facets(speedups) == [("2-core CPU", "qwen3_5_4b", "fp32"), (H200, "qwen3_5_4b", "fp32")]
+
+
+def test_every_replay_arm_is_compared_with_every_other_arm(tmp_path):
+    pairs = found_in(tmp_path, *(gpu_group(replicate=n, seed=n) for n in range(3)))["kernel_pairs"]
+    ours = pairs[pairs["arm"] == "replay/triton"].set_index("against")
+    assert sorted(ours.index) == ["replay/vllm", "stored/triton", "stored/vllm", "stored/vllm-tuned"]
+    assert ours.loc["stored/vllm", "speedup"] == pytest.approx(2.4, rel=0.02)
+    assert ours.loc["replay/vllm", "speedup"] == pytest.approx(1.2, rel=0.02)
+    assert set(ours["verdict"]) == {"FASTER"}
+    assert set(ours["processes"]) == {3}
+    theirs = pairs[pairs["arm"] == "replay/vllm"].set_index("against")
+    assert theirs.loc["replay/triton", "verdict"] == "SLOWER"
+
+
+def test_two_arms_are_no_pair_beside_their_speedup(tmp_path):
+    two = {"stored/triton": 1.0, "replay/triton": 0.5}
+    assert found_in(tmp_path, gpu_group(arms=two))["kernel_pairs"].empty
+
+
+def test_a_step_by_ring_length_is_a_table(tmp_path):
+    phases = found_in(tmp_path, gpu_group(phased=True), gpu_group(batch=8))["kernel_phases"]
+    ours = phases[phases["arm"] == "replay/triton"]
+    assert list(ours["ring_length"]) == list(range(16))
+    assert list(ours["step_us"]) == [round(1 + 0.01 * p, 2) for p in range(16)]
+    assert list(phases[phases["arm"] == "stored/vllm"]["ring_length"]) == [0]
+    assert set(phases["batch_size"]) == {256}
+
+
+def test_each_state_format_has_its_panels(tmp_path, paper):
+    models = ("nemotron_3_nano_4b", "qwen3_5_4b")
+    groups = [gpu_group(m, b, s, phased=True) for m in models for b in (1, 256) for s in ("fp32", "fp16")]
+    found = found_in(tmp_path, *groups)
+    speedups = found["kernel_speedups"]
+    drawn = figures.speedup_by_batch(speedups[speedups["kind"] == "replay"], found["failures"], paper).axes
+    titles = [next(t.get_text() for t in ax.texts if "state" in t.get_text()) for ax in drawn]
+    assert [text.split(", ")[1] for text in titles] == ["fp32 state"] * 2 + ["fp16 state"] * 2
+    ranges = [[line for line in ax.lines if line.get_linewidth() == 5] for ax in drawn]
+    assert [len(lines) for lines in ranges] == [1, 1, 0, 0]  # the paper's, which is of fp32 states
+    shares = gpu_figures.roof_share_by_batch(found["roofs"], paper).axes
+    assert len(shares) == 4
+    assert len([c for c in shares[0].containers if c.has_yerr]) == 5
+    steps = gpu_figures.step_by_ring_length(found["kernel_phases"], paper).axes
+    assert [len(ax.lines) for ax in steps] == [5] * 4
+    assert {len(line.get_xdata()) for line in steps[0].lines} == {2, 16}
+
+
+def test_bars_are_for_cpus(tmp_path, paper):
+    found = found_in(tmp_path / "records", gpu_group())
+    assert "bandwidth" not in figures.draw(found, paper, tmp_path / "drawn")
+    assert "roof_share_by_batch" in figures.draw(found, paper, tmp_path / "drawn")
+
+
+def test_a_power_cap_is_a_remark_and_throttling_a_fault(tmp_path):
+    rounds = [{"clock_reasons": ["sw_power_cap"]}, {"clock_reasons": []}, {"clock_reasons": None}]
+    capped = gpu_group(device_state={"throttled": False, "rounds": rounds})
+    hot = gpu_group(batch=8, device_state={"throttled": True, "rounds": rounds})
+    evidence = load([write(tmp_path, capped, hot)])
+    speedups = tables.build(evidence)["kernel_speedups"]
+    assert set(speedups["batch_size"]) == {256}
+    assert speedups["remarks"].str.contains("power cap in 1 of 3 rounds").all()
+    assert {e.gate for e in evidence.exclusions} == {"throttled"}
+
+
+def test_a_busy_host_of_a_gpu_is_told(tmp_path):
+    busy = {"throttled": False, "rounds": [], "before": {"host": {"load_average": [40.0, 1.0, 1.0]}}}
+    speedups = found_in(tmp_path, gpu_group(device_state=busy))["kernel_speedups"]
+    assert speedups["remarks"].str.contains("machine busy").all()
+
+
+def test_a_card_of_another_kind_is_an_analogue_and_goes_before_cpus(tmp_path):
+    evidence = load(
+        [write(tmp_path, *(gpu_group(replicate=n, seed=n) for n in range(2)), group(case("qwen3_5_4b", 256)))]
+    )
+    table = claims.evaluate(
+        claims.read(ROOT / "results/paper/claims.toml"), tables.build(evidence), evidence, ROOT
+    ).set_index("id")
+    row = table.loc["kernel-range"]
+    assert "on an analogue" in row["verdict"]
+    assert H200 in row["differed"]
+    assert "CPU" not in row["differed"]
