@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from analysis.cells import CASE, Cell, aa_noise, bounds, case_columns, join, joined_remarks, weaknesses
+from analysis.cells import (
+    CASE,
+    LOUD_AA,
+    Cell,
+    aa_noise,
+    bounds,
+    case_columns,
+    digits,
+    join,
+    joined_remarks,
+    weaknesses,
+)
 from analysis.load import describe
-from analysis.stats import bootstrap, paired_log_speedup, verdict
+from analysis.stats import AMBIGUOUS, bootstrap, paired_log_speedup, verdict
 
 COLUMNS = [*CASE, "arm", "kind", "against", "speedup", "low", "high", "verdict", "processes", "rounds", "remarks"]
 
@@ -17,6 +29,7 @@ def pair_rows(cell: Cell, labels: dict[str, str]) -> list[dict[str, Any]]:
     if len(names) < 3:
         return []
     rows, noise = [], aa_noise(cell)
+    loud = digits(math.expm1(noise))
     for arm in (name for name in names if name.startswith("replay/")):
         for other in (name for name in names if name != arm):
             pairs = [(arms[other], arms[arm]) for arms in cell.values() if {arm, other} <= set(arms)]
@@ -26,8 +39,8 @@ def pair_rows(cell: Cell, labels: dict[str, str]) -> list[dict[str, Any]]:
             first = pairs[0][1]
             seed = f"{first.case_hash} {first.device['name']} {arm} against {other}"
             interval = bootstrap([paired_log_speedup(*pair) for pair in pairs], seed)
-            notes = weaknesses(interval.processes, interval.rounds, noise)
+            notes = weaknesses(interval.processes, interval.rounds, loud)
             row = case_columns(first, labels) | bounds(interval, "speedup") | {"against": other}
-            row |= {"verdict": verdict(interval, noise)}
+            row |= {"verdict": AMBIGUOUS if loud > LOUD_AA else verdict(interval, noise)}
             rows.append(row | {"remarks": join(joined_remarks([b for _, b in pairs]), *notes)})
     return rows

@@ -44,6 +44,13 @@ def test_every_replay_arm_is_compared_with_every_other_arm(tmp_path):
     assert theirs.loc["replay/triton", "verdict"] == "SLOWER"
 
 
+def test_a_loud_machine_gives_no_verdict_of_pairs(tmp_path):
+    pairs = found_in(tmp_path, *(gpu_group(replicate=n, seed=n, noise=0.5) for n in range(2)))["kernel_pairs"]
+    assert len(pairs) == 8
+    assert set(pairs["verdict"]) == {"AMBIGUOUS"}
+    assert pairs["remarks"].str.contains("A/A noise").all()
+
+
 def test_two_arms_are_no_pair_beside_their_speedup(tmp_path):
     two = {"stored/triton": 1.0, "replay/triton": 0.5}
     assert found_in(tmp_path, gpu_group(arms=two))["kernel_pairs"].empty
