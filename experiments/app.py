@@ -56,14 +56,20 @@ Config = dict[str, Any]
 Task = Callable[[Config], int | None]
 
 
-def run(config_name: str, task: Task, check: Callable[[Config], object] = case_from_config) -> NoReturn:
+def run(
+    config_name: str,
+    task: Task,
+    check: Callable[[Config], object] = case_from_config,
+    sweep: Callable[[list[Config]], int | None] | None = None,
+) -> NoReturn:
     """Run ``task`` on every job of the command line and exit: 0, the first nonzero value that it returned, 2 after a
     refusal, 130 after Ctrl-C, 141 if nobody reads the output. ``check`` raises ``ConfigError`` on a config that cannot
-    be run, which no task gets.
+    be run, which no task gets. ``sweep`` gets all jobs of ``-m`` together, unless a setting of Hydra's own, such as a
+    launcher, says how to run them.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting by itself
     try:
-        code = _run(config_name, task, check)
+        code = _run(config_name, task, check, sweep)
         sys.stdout.flush()
     except BrokenPipeError:
         if not _nobody_reads():
@@ -88,7 +94,12 @@ def _nobody_reads() -> bool:
     return True
 
 
-def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int:
+def _run(
+    config_name: str,
+    task: Task,
+    check: Callable[[Config], object],
+    sweep: Callable[[list[Config]], int | None] | None,
+) -> int:
     args = _arguments()
     config_name = args.config_name or config_name
     if not args.config_dir and config_name not in primary_configs(CONFIGS):
@@ -98,9 +109,13 @@ def _run(config_name: str, task: Task, check: Callable[[Config], object]) -> int
         print(help_page(CONFIGS, config_name, sys.modules[task.__module__].__doc__ or ""))
         return 0
     if not (args.hydra_help or args.info or args.shell_completion):
+        jobs = []
         for config in _jobs(args, config_name):
             if not args.cfg:
                 check(config)
+                jobs.append(config)
+        if sweep is not None and args.multirun and not any(o.lstrip("+~").startswith("hydra") for o in args.overrides):
+            return sweep(jobs) or 0
 
     typed = sys.argv
     codes: list[int] = []

@@ -6,8 +6,9 @@
     python -m experiments.kernel -m device=cuda timing=gpu model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
 
 A job is a case. All its arms are checked against the float64 recurrence, timed together and interleaved, and checked
-again, once in each of timing.replicates fresh processes. Every arm appends one record to the folder `records`; cases
-that are recorded there already are skipped, so an interrupted sweep is started again with the same command.
+again, once in each of timing.replicates fresh processes; on a GPU the cases of a sweep share them. Every arm appends
+one record to the folder `records`; cases that are recorded there already are skipped, so an interrupted sweep is
+started again with the same command.
 """
 
 from __future__ import annotations
@@ -33,27 +34,40 @@ GPU_SETUP_S = {"process": 15.0, "arm": 3.0}
 
 def main(config: dict[str, Any]) -> int:
     """Run one case, or with ``dry_run`` print it. Returns 1 if an arm was wrong, failed or ran out of time."""
-    case, arms = case_from_config(config), arms_from_config(config)
-    if config["dry_run"]:
-        print(dry_run_line(case, arms))
-        return 0
-    if case.device == "cuda" and nvidia.gpu() is None:
-        raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
-    folder = Path(config["records"]).resolve()
-    with alone(folder, say=print):
-        return measure(case, arms, folder, config["repeat"])
+    return sweep([config])
 
 
-def measure(case: Case, arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
-    """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
-    waiting = runner.pending([case], arms, folder, repeat)
-    if not waiting:
-        print(f"{label(case)}: recorded already in {folder}; repeat=true measures it again")
-        return 0
+def sweep(configs: list[dict[str, Any]]) -> int:
+    """As `main`, for the jobs of a sweep. On a GPU, which takes longer to start with than a case to run, a replicate is
+    one process over all cases of the same arms.
+    """
+    jobs = [(case_from_config(config), arms_from_config(config), config) for config in configs]
+    together: dict[tuple[Any, ...], list[Case]] = {}
+    for case, arms, config in jobs:
+        if config["dry_run"]:
+            print(dry_run_line(case, arms))
+            continue
+        if case.device == "cuda" and nvidia.gpu() is None:
+            raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
+        alike = (Path(config["records"]).resolve(), arms, config["repeat"])
+        together.setdefault((*alike, None if case.device == "cuda" else case), []).append(case)
     worst = 0
-    for replicate, cases in waiting:
+    for (folder, arms, repeat, _), cases in together.items():
+        with alone(folder, say=print):
+            worst = max(worst, measure(cases, arms, folder, repeat))
+    return worst
+
+
+def measure(cases: list[Case], arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
+    """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
+    waiting = runner.pending(cases, arms, folder, repeat)
+    for case in cases:
+        if not any(case in left for _, left in waiting):
+            print(f"{label(case)}: recorded already in {folder}; repeat=true measures it again")
+    worst = 0
+    for replicate, left in waiting:
         watcher = runner.Watcher(done=lambda case, replicate, outcome: print(outcome_lines(case, replicate, outcome)))
-        outcomes = runner.run(replicate, cases, arms, folder, tuple(sys.argv), watcher)
+        outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher)
         failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, *_ in o.values())
         worst = max(worst, int(failed))
     return worst
@@ -102,4 +116,4 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    run("kernel", main)
+    run("kernel", main, sweep=sweep)

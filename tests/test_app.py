@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ PROBE = f'''"""Shows what the wrapper does.
 """
 import atexit, json, sys
 from pathlib import Path
+from typing import Any
 
 import experiments.case
 
@@ -389,3 +391,25 @@ def test_the_experiments_themselves_refuse_before_anything_heavy_is_imported(fol
     names = {line.rpartition("|")[2].strip() for line in imports}
     assert "hydra" in names
     assert not names & set(HEAVY)
+
+
+def test_the_jobs_of_a_sweep_are_run_together_unless_hydra_is_told_how(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[int]] = []
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(experiments.case, "ARMS", folder.parent / "arms")
+
+    def alone(config: dict[str, Any]) -> int:
+        return seen.append([config["batch_size"]]) or 0
+
+    def together(configs: list[dict[str, Any]]) -> int:
+        return seen.append([config["batch_size"] for config in configs]) or 0
+
+    for arguments in ("-m batch_size=1,8", "batch_size=4", "-m batch_size=1,8 hydra/launcher=basic"):
+        monkeypatch.setattr(sys, "argv", ["experiment", *arguments.split()])
+        with pytest.raises(SystemExit) as leaving:
+            run("kernel", alone, sweep=together)
+        assert leaving.value.code == 0, capsys.readouterr()
+    assert seen == [[1, 8], [4], [1], [8]]
