@@ -147,7 +147,8 @@ def _capped(record: Record) -> list[str]:
     """A GPU at its power limit lowers its clock: not a fault of the run, yet part of what it measured."""
     rounds = record.device_state.get("rounds")
     rounds = [r for r in rounds if isinstance(r, dict)] if isinstance(rounds, list) else []
-    capped = [r for r in rounds if "sw_power_cap" in (r.get("clock_reasons") or ())]
+    reasons = [r.get("clock_reasons") for r in rounds]
+    capped = [told for told in reasons if isinstance(told, list) and "sw_power_cap" in told]
     return [f"power cap in {len(capped)} of {len(rounds)} rounds"] if capped else []
 
 

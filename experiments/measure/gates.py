@@ -12,7 +12,8 @@ middle and at the end of the cycle, is it folded into the checkpoint, in float64
 Budgets come from data: twice the error that an honest float32 version of the stored recurrence makes on the same rows,
 with the same input dtype, a state rounded to its format at every step and one rounding of the output. A few rows of a
 few copies are compared in float64, drawn anew at each check; all rows of all copies must be written (outputs are
-poisoned with NaN before each pass) and, before timing, those of the other arms agree with the first arm's at every pass.
+poisoned with NaN before each pass) and, before timing, those of the other arms agree with the first arm's at every
+pass.
 """
 
 from __future__ import annotations
