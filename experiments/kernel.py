@@ -28,8 +28,8 @@ CORE_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 2e12
 """For the estimate of a dry run only: what a desktop CPU core and a data-centre GPU can be relied on to move."""
 LAUNCH_S = 4e-6
 """Of a kernel in a CUDA graph, for the estimate only: small batches take this long however little they move."""
-GPU_SETUP_S = {"process": 15.0, "arm": 3.0}
-"""Imports and compilation, for the estimate only."""
+GPU_SETUP_S = {"case": 5.0, "arm": 1.0}
+"""Imports, compilation and checks, for the estimate only."""
 
 
 def main(config: dict[str, Any]) -> int:
@@ -105,7 +105,7 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
     # Arms in plain torch pass over the state several times, A/A and bandwidth kernels cost about two arms more, warm-up
     # and checks about five rounds.
     arms_s = sample_s * (2 + sum(4 if arm.endswith("/torch") else 1 for arm in arms))
-    setup_s = GPU_SETUP_S["process"] + GPU_SETUP_S["arm"] * len(arms) if case.device == "cuda" else 0.0
+    setup_s = GPU_SETUP_S["case"] + GPU_SETUP_S["arm"] * len(arms) if case.device == "cuda" else 0.0
     total_s = case.timing.replicates * (setup_s + (case.timing.rounds + 5) * arms_s)
     return (
         f"{case_hash(case)}  {label(case)}: stored {plain.total_bytes / 1e6:.1f} MB a step, replay "

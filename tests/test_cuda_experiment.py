@@ -210,6 +210,27 @@ def test_a_lost_device_is_an_error_of_all_arms_that_stand(device: devices.Cpu, m
     assert not device.works()
 
 
+def test_a_replay_counts_the_passes_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded:
+        passes = 10
+
+        def cycle(self) -> None:
+            self.passes += 3
+
+    replays: list[int] = []
+
+    def captured(run: devices.Run) -> devices.Run:
+        run()
+        return lambda: replays.append(1)
+
+    monkeypatch.setattr(devices, "captured", captured)
+    of = Recorded()
+    graph = devices.CycleGraph(of)
+    graph()
+    graph()
+    assert (of.passes, len(replays)) == (16, 2)
+
+
 def test_throttling_is_told_from_a_power_cap() -> None:
     throttled = provenance.nvidia.throttled
     assert throttled([{"clock_reasons": ["sw_power_cap", "gpu_idle"]}, {"clock_reasons": None}]) is False

@@ -19,8 +19,8 @@ from experiments.measure import provenance
 from experiments.measure.timing import host_elapsed_ns
 
 Run = Callable[[], object]
-SPIN_CYCLES = 400_000
-"""About 0.2 ms that the GPU waits before a sample, so that its launches are queued before the first one runs."""
+SPIN_CYCLES = 2_000_000
+"""About 1 ms that the GPU waits before a sample, so that its launches are queued before the first one runs."""
 
 
 class Cpu:
