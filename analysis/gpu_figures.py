@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from analysis import style
 
@@ -72,6 +73,7 @@ def step_by_ring_length(phases: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             else:
                 ax.plot(line["ring_length"], line["step_us"], **looks[arm])
         ax.set_ylim(0, 1.1 * float(part["step_us"].max()))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("tokens in the ring")
         style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], f"batch {batch}, L = {length}"))
     axes[0].set_ylabel("microseconds a layer step")

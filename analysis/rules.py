@@ -45,6 +45,7 @@ VERDICTS = (REPRODUCED, CONTRADICTED, PARTLY, SUPPORTED, AGAINST, UNCLEAR, NOT_R
 NEAR_ROOF = 0.75
 """Share of its roof below which a replay kernel itself, not the method, may be what is slow."""
 OWN_KERNELS = "kernels: this project's"
+OWN_BACKENDS = ("cpu", "torch", "triton")
 COUNTED = "computed from bytes, not measured: from shapes and counted flushes, not from hardware counters"
 FP32_BYTES = 4
 YES, NO, OPEN = "yes", "no", "open"
@@ -266,7 +267,9 @@ def _weak(row: Any) -> list[str]:
 
 def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str]) -> Finding:
     ours = "; ".join(f"{_bounds(r, r.speedup)} ({r.model}, batch {r.batch_size})" for r in rows)
-    difference = "; ".join(part for part in (differed(rows, batch), OWN_KERNELS) if part)
+    others = sorted({r.arm for r in rows if r.arm.split("/")[1] not in OWN_BACKENDS})
+    kernels = f"kernels: {', '.join(others)}" if others else OWN_KERNELS
+    difference = "; ".join(part for part in (differed(rows, batch), kernels) if part)
     return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join(notes))
 
 

@@ -117,3 +117,11 @@ def test_a_card_of_another_kind_is_an_analogue_and_goes_before_cpus(tmp_path):
     assert "on an analogue" in row["verdict"]
     assert H200 in row["differed"]
     assert "CPU" not in row["differed"]
+    assert row["differed"].endswith("kernels: this project's")
+
+
+def test_a_claim_names_the_replay_kernel_of_others_that_answers_it(tmp_path):
+    faster = {"stored/triton": 1.0, "replay/triton": 0.7, "replay/vllm": 0.6}
+    evidence = load([write(tmp_path, *(gpu_group(replicate=n, seed=n, arms=faster) for n in range(2)))])
+    table = claims.evaluate(claims.read(ROOT / "results/paper/claims.toml"), tables.build(evidence), evidence, ROOT)
+    assert table.set_index("id").loc["kernel-range", "differed"].endswith("kernels: replay/vllm")
