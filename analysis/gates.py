@@ -146,10 +146,10 @@ def remarks(record: Record) -> list[str]:
 def _capped(record: Record) -> list[str]:
     """A GPU at its power limit lowers its clock: not a fault of the run, yet part of what it measured."""
     rounds = record.device_state.get("rounds")
-    rounds = [r for r in rounds if isinstance(r, dict)] if isinstance(rounds, list) else []
-    reasons = [r.get("clock_reasons") for r in rounds]
+    reasons = rounds.get("clock_reasons") if isinstance(rounds, dict) else None
+    reasons = reasons if isinstance(reasons, list) else []
     capped = [told for told in reasons if isinstance(told, list) and "sw_power_cap" in told]
-    return [f"power cap in {len(capped)} of {len(rounds)} rounds"] if capped else []
+    return [f"power cap in {len(capped)} of {len(reasons)} rounds"] if capped else []
 
 
 def _host(mapping: dict[str, Any]) -> Any:

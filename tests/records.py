@@ -139,7 +139,7 @@ def gpu_group(
     """The records of one process on a GPU; with ``phased`` they hold times by ring length too."""
     precision = {"state": state, "inputs": "bf16"}
     of = case(model, batch, device="cuda", threads=0, precision=precision, **options.pop("fields", {}))
-    told = {"aa_arm": "stored/triton", "device": dict(GPU), "device_state": {"throttled": False, "rounds": []}}
+    told = {"aa_arm": "stored/triton", "device": dict(GPU), "device_state": {"throttled": False, "rounds": {}}}
     found = group(of, **({"arms": GPU_ARMS} | told | options))
     lengths = {r.arm: of["interval_length"] if r.arm.startswith("replay/") else 1 for r in found}
     times = {arm: tuple((COPIES * (1000 + 10 * p),) * 2 for p in range(n)) for arm, n in lengths.items()}

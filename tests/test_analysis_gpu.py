@@ -90,7 +90,7 @@ def test_bars_are_for_cpus(tmp_path, paper):
 
 
 def test_a_power_cap_is_a_remark_and_throttling_a_fault(tmp_path):
-    rounds = [{"clock_reasons": ["sw_power_cap"]}, {"clock_reasons": []}, {"clock_reasons": None}]
+    rounds = {"clock_reasons": [["sw_power_cap"], [], None]}
     capped = gpu_group(device_state={"throttled": False, "rounds": rounds})
     hot = gpu_group(batch=8, device_state={"throttled": True, "rounds": rounds})
     evidence = load([write(tmp_path, capped, hot)])
@@ -101,7 +101,7 @@ def test_a_power_cap_is_a_remark_and_throttling_a_fault(tmp_path):
 
 
 def test_a_busy_host_of_a_gpu_is_told(tmp_path):
-    busy = {"throttled": False, "rounds": [], "before": {"host": {"load_average": [40.0, 1.0, 1.0]}}}
+    busy = {"throttled": False, "rounds": {}, "before": {"host": {"load_average": [40.0, 1.0, 1.0]}}}
     speedups = found_in(tmp_path, gpu_group(device_state=busy))["kernel_speedups"]
     assert speedups["remarks"].str.contains("machine busy").all()
 

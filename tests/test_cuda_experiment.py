@@ -118,7 +118,10 @@ def test_both_arms_pass_every_gate_and_reach_the_tables(
         assert used["rotated_bytes"] >= 5 * record.device["last_level_cache_bytes"]
         assert record.layer_steps_per_sample == used["copies"] * LENGTH
         assert {"read", "read_modify_write", "copy"} <= set(record.bandwidth)
-        assert len(record.device_state["rounds"]) == ROUNDS
+        assert record.device_state["rounds"]["sm_clock_mhz"] == [1980.0] * ROUNDS or GPU
+        assert len(record.device_state["rounds"]["clock_reasons"]) == ROUNDS
+        twice = bool(record.again_samples_ns)
+        assert ("order" in used, "candidates" in record.bandwidth["read"]) == (twice, twice)
         assert record.device_state["throttled"] is False
         names = [c.quantity for c in record.correctness[0].comparisons]
         assert {"output", "graph: output", "graph: state"} <= set(names)

@@ -133,7 +133,7 @@ def test_arms_are_compared_with_the_first_and_none_with_itself(monkeypatch: pyte
         def __init__(self, *arguments: object) -> None:
             self.moment = "before"
 
-        def run(self, layers: str, cycles: int) -> tuple[Correctness, str]:
+        def run(self, layers: str, cycles: int, graph: None) -> tuple[Correctness, str]:
             return records.check("before"), f"outputs of {layers}"
 
         def agreement(self, outputs: str, first: str) -> Comparison:

@@ -58,7 +58,7 @@ class Group:
             message=message,
             case=dataclasses.asdict(self.case),
             arm_config=measured.pop("arm_config", {}),
-            code=provenance.code() | {"arm_sources": arm_sources(arm)},
+            code=provenance.code() | {"arm_sources": {path: digest[:16] for path, digest in arm_sources(arm).items()}},
             packages=provenance.packages(),
             device=self.device,
             device_state=provenance.state_during(*state),

@@ -71,7 +71,8 @@ def state_during(
     if kind == "cpu":
         return cpu_state_during(before, after)
     throttled = nvidia.throttled([before, *rounds, after])
-    return {"throttled": throttled, "before": before, "after": after, "rounds": rounds}
+    by_name = {name: [state[name] for state in rounds] for name in (rounds[0] if rounds else {})}
+    return {"throttled": throttled, "before": before, "after": after, "rounds": by_name}
 
 
 def cpu() -> dict[str, Any]:

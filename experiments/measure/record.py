@@ -7,7 +7,9 @@ be constructed without samples and without passed correctness blocks from before
 no passed correctness cannot hold samples, so that no table can show the speed of a wrong result.
 
 Records of the arms of one case that were timed together, in one process, share ``group``; only samples of one group
-may be compared. ``arms`` lists the arms of the group: a group that lacks one was cut short and is not used.
+may be compared. The order of the rounds and the samples of the bandwidth kernels, which are those of the group, stand
+in the record of the arm that was timed twice. ``arms`` lists the arms of the group: a group that lacks one was cut
+short and is not used.
 """
 
 from __future__ import annotations

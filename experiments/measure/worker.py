@@ -217,7 +217,8 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
             "warmup_rounds": warmed.rounds,
             "warmup_s": round(warmed.elapsed_s, 3),
             "warmup_settled": warmed.settled,
-            "order": samples.order,
+            "participants": list(participants),
+            "order": [[list(participants).index(name) for name in order] for order in samples.order],
         },
     }
 
@@ -258,11 +259,12 @@ def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
 
 
 def _fastest_probe(moved: dict[str, int], samples: Samples) -> dict[str, Any]:
-    """Bandwidth of each kernel in each round, from the bytes it moves, and the one of highest median."""
-    rates = {name: [moved[name] / ns * 1e9 for ns in samples.elapsed_ns[f"probe {name}"]] for name in moved}
-    best = max(rates, key=lambda name: median(rates[name]))
-    rounded = {name: [round(rate) for rate in values] for name, values in rates.items()}
-    return {"kernel": best, "bytes_per_s": median(rates[best]), "candidates": rounded}
+    """The kernel of highest median bandwidth, from the bytes it moves; the samples of all of them."""
+    elapsed = {name: samples.elapsed_ns[f"probe {name}"] for name in moved}
+    rates = {name: median(moved[name] / ns * 1e9 for ns in elapsed[name]) for name in moved}
+    best = max(rates, key=lambda name: rates[name])
+    told = {name: {"bytes": moved[name], "elapsed_ns": elapsed[name]} for name in moved}
+    return {"kernel": best, "bytes_per_s": rates[best], "candidates": told}
 
 
 def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any]) -> Record:
@@ -270,13 +272,16 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
     checks = {"correctness": tuple(arm.correctness), "arm_config": arm.config}
     if arm.status != "ok" or arm.traffic is None:
         return group.record(arm.name, arm.status, arm.message, **checks)
-    case, bandwidth = group.case, timed["bandwidth"]
+    case, bandwidth, of_timing = group.case, timed["bandwidth"], timed["used"]
     device = devices.of(case)
+    if arm.name not in timed["again"]:  # what is the same for all is told once
+        bandwidth = {kind: _without(of_kind, "candidates") for kind, of_kind in bandwidth.items()}
+        of_timing = _without(of_timing, "participants", "order")
     return group.record(
         arm.name,
         "ok",
         **checks,
-        timing_used=used | timed["used"],
+        timing_used=used | of_timing,
         samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
         again_samples_ns=tuple((ns,) for ns in timed["again"].get(arm.name, ())),
         layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
@@ -285,6 +290,10 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         peak_memory_bytes=device.peak_memory_bytes(),
         phase_samples_ns=arm.phases_ns,
     )
+
+
+def _without(block: Any, *names: str) -> Any:
+    return {k: v for k, v in block.items() if k not in names} if isinstance(block, dict) else block
 
 
 def _median_step_ns(record: Record) -> float | None:
