@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from replayssm.peers import (  # noqa: E402
     with_null_slot,
 )
 from replayssm.peers.cursor import advance  # noqa: E402
+from replayssm.peers.modules import only  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 STORED = ("stored/vllm", "stored/fla")
@@ -228,6 +230,28 @@ def test_another_version_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert told("1.2") == {"peer": "A peer", "version": "1.2.3", "written_for": "1.2"}
     assert told("1.20")["warning"] == "the adapter was written for A peer 1.20, not 1.2.3"
     assert told("1.2", "other")["warning"] == "the adapter was written for A peer 1.2, not unknown"
+
+
+def test_a_module_is_imported_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The packages named do not run, the others do; a stand-in takes a module's place; a failure leaves nothing."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for folder in ("big", "big/ops", "big/tools"):
+        (tmp_path / folder).mkdir()
+        text = "ran = True" if folder == "big/tools" else "raise RuntimeError('must not run')"
+        (tmp_path / folder / "__init__.py").write_text(text)
+    (tmp_path / "big/ops/kernel.py").write_text("from big.engine import RANK\nfrom big import tools\nran = tools.ran\n")
+    (tmp_path / "big/ops/broken.py").write_text("import big.tools, big.absent\n")
+    engine = ModuleType("engine")
+    engine.RANK = 3  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r"big\.absent"):
+        only("big.ops.broken", ("big", "big.ops"))
+    assert not [name for name in sys.modules if name.partition(".")[0] == "big"]
+    kernel = only("big.ops.kernel", ("big", "big.ops"), {"big.engine": engine})
+    assert (kernel.RANK, kernel.ran) == (3, True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "big"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"No module named 'big\.none'"):
+        only("big.none.kernel", ("big", "big.none"))
 
 
 def test_peer_arms_run_on_a_gpu_only() -> None:

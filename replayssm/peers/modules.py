@@ -19,15 +19,23 @@ def only(module: str, empty: Iterable[str], stand_ins: Mapping[str, ModuleType] 
     """Import ``module`` with the packages ``empty`` left empty, outermost first, and each of ``stand_ins`` in the place
     of the module of its name. A package that is imported already is used as it is.
 
-    Raises ``ModuleNotFoundError`` if a package's folder, or what the module itself imports, is absent.
+    Raises ``ImportError`` if a package's folder, or what the module itself imports, is absent; nothing of the package
+    is then left half imported.
     """
-    for name in empty:
-        if name not in sys.modules:
-            _register(name, _empty(name))
-    for name, stand_in in (stand_ins or {}).items():
-        if name not in sys.modules:
-            _register(name, stand_in)
-    return importlib.import_module(module)
+    before = set(sys.modules)
+    try:
+        for name in empty:
+            if name not in sys.modules:
+                _register(name, _empty(name))
+        for name, stand_in in (stand_ins or {}).items():
+            if name not in sys.modules:
+                _register(name, stand_in)
+        return importlib.import_module(module)
+    except BaseException:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == module.partition(".")[0]:
+                del sys.modules[name]
+        raise
 
 
 def folder(package: str) -> Path | None:

@@ -50,7 +50,7 @@ _OPS = "vllm.model_executor.layers.mamba.ops"
 _FLA = "vllm.third_party.flash_linear_attention.ops"
 _KDA = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 _EMPTY = (
-    *("vllm", "vllm.model_executor", "vllm.distributed", _FLA),
+    *("vllm", "vllm.model_executor", _FLA),
     *("vllm.models", "vllm.models.kimi_k3", "vllm.models.kimi_k3.nvidia", "vllm.models.kimi_k3.nvidia.ops", _KDA),
 )
 KERNELS = {
@@ -64,11 +64,13 @@ Step = Callable[[Tensor, Tensor, Any, Tensor], None]
 
 
 class Launch(NamedTuple):
-    """Rows of the state a program takes, warps, and pipeline stages where the kernel has a loop to pipeline."""
+    """Rows of the state that a program takes, and its warps. The kernels have no loop whose stages could be chosen."""
 
     rows: int
     warps: int
-    stages: int | None = None
+
+    def __str__(self) -> str:
+        return f"rows={self.rows} warps={self.warps}"
 
 
 class ReplayLayer(NamedTuple):
@@ -84,10 +86,9 @@ class ReplayLayer(NamedTuple):
 
 
 def candidates(family: str) -> list[Launch]:
-    """What a tuned baseline may choose from: all that the kernel accepts and that is not absurd for 64 to 128 rows."""
-    if family == "mamba2":
-        return [Launch(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4) if rows >= 4 * warps - 4]
-    return [Launch(rows, warps, 3) for rows in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4) if rows >= 4 * warps]
+    """What a tuned baseline may choose from, what vLLM chooses on any NVIDIA GPU included."""
+    rows = (4, 8, 16, 32, 64) if family == "mamba2" else (4, 8, 16, 32, 64, 128)
+    return [Launch(r, w) for r in rows for w in (1, 2, 4)]
 
 
 def unsupported(family: str, *, replay: bool = False) -> str | None:
@@ -161,7 +162,7 @@ def _mamba2_step(launch: Launch | None) -> Step:
 
     def step(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor) -> None:
         dt, A, D, bias = _mamba2_form(inputs, state.shape)
-        pinned = module.override_ssm_config(launch[:2]) if launch else contextlib.nullcontext()
+        pinned = module.override_ssm_config(tuple(launch)) if launch else contextlib.nullcontext()
         with pinned:
             kernel(
                 state,
@@ -243,7 +244,7 @@ def _launched(module: ModuleType, name: str, launch: Launch | None, rows: int) -
 
 
 class _Relaunched:
-    """A kernel whose launches get another tile, warps and stages than its wrapper asks for."""
+    """A kernel whose launches get another tile and number of warps than its wrapper asks for."""
 
     def __init__(self, kernel: Any, launch: Launch, rows: int) -> None:
         self.kernel, self.launch, self.rows = kernel, launch, rows
@@ -251,7 +252,7 @@ class _Relaunched:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         tile = min(self.launch.rows, 1 << (self.rows - 1).bit_length())
         grid = (-(-self.rows // tile), *grid[1:])
-        chosen = {"BV": tile, "num_warps": self.launch.warps, "num_stages": self.launch.stages}
+        chosen = {"BV": tile, "num_warps": self.launch.warps}
         return lambda **arguments: self.kernel[grid](**(arguments | chosen))
 
 
@@ -281,6 +282,7 @@ def _prepare_import() -> None:
     ranks.is_global_first_rank = ranks.is_local_first_rank = lambda: True  # type: ignore[attr-defined]
     utils.NULL_BLOCK_ID = _constant("v1/attention/backends/utils.py", "NULL_BLOCK_ID")  # type: ignore[attr-defined]
     stand_ins = {
+        "vllm.distributed": ModuleType("distributed"),
         "vllm.distributed.parallel_state": ranks,
         "vllm.v1.attention.backends.utils": utils,
         "vllm._custom_ops": ModuleType("_custom_ops"),
