@@ -6,6 +6,7 @@ imported, each arm under the experiment's own gates: on a GPU where there is one
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -36,6 +37,8 @@ from replayssm.peers import (  # noqa: E402
     Peer,
     Prepared,
     fla,
+    flashinfer,
+    mamba_ssm,
     null_slot_in_front,
     raw_gates,
     shifted,
@@ -46,7 +49,7 @@ from replayssm.peers.cursor import advance  # noqa: E402
 from replayssm.peers.modules import only  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
-STORED = ("stored/vllm", "stored/fla")
+STORED = ("stored/vllm", "stored/fla", "stored/mamba-ssm", "stored/flashinfer")
 REPLAY = ("replay/vllm",)
 PEER_ARMS = (*STORED, "stored/vllm-tuned", *REPLAY)
 HALF = "bf16" if GPU else "fp16"
@@ -63,6 +66,11 @@ def case(
     return Case("kernel", "test", geometry, 5, length, phase, Precision(state, inputs), DEVICE, 0, 3, timing)
 
 
+def case_of(name: str, family: str, state: str = "fp32", phase: str = "aligned") -> Case:
+    """FlashInfer builds its kernels for heads of 64 rows only."""
+    return case(family, state, phase=phase, head_dim=64 if name == "stored/flashinfer" else 16)
+
+
 def arm(name: str) -> Any:
     return importlib.import_module(f"experiments.arms.{name.replace('/', '_').replace('-', '_')}")
 
@@ -71,12 +79,13 @@ def arm(name: str) -> Any:
 def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter truncates bfloat16, which doubles the error of outputs, and finds ``tl.exp`` only as such."""
     forget()
-    if GPU or (vllm.PEER.absent() and fla.PEER.absent()):
+    if GPU or all(peer.PEER.absent() for peer in (vllm, fla, mamba_ssm)):
         return
     numpy = tuple(map(int, importlib.import_module("numpy").__version__.split(".")[:2]))
     if numpy >= (2, 4):
         pytest.skip("Triton's interpreter cannot run a loop of a peer's kernel with NumPy 2.4 or later")
     monkeypatch.setattr(gates, "SLACK", 4.0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     for family in ("gdn", "kda"):
         for peer in (vllm, fla):
             if peer.PEER.absent():
@@ -103,14 +112,14 @@ def judged(name: str, of: Case) -> Any:
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_arms_pass_the_gates(name: str, family: str, state: str, interpretable: None) -> None:
-    judged(name, case(family, state))
+    judged(name, case_of(name, family, state))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("name", STORED)
 def test_stored_arms_take_staggered_rows(name: str, family: str, interpretable: None) -> None:
-    judged(name, case(family, phase="staggered"))
+    judged(name, case_of(name, family, phase="staggered"))
 
 
 @pytest.mark.gpu
@@ -153,7 +162,7 @@ def test_every_launch_of_the_tuned_arm_gives_the_same_numbers(family: str, inter
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("name", STORED)
 def test_padding_rows_leave_the_state_alone(name: str, family: str, interpretable: None) -> None:
-    layers = judged(name, case(family))
+    layers = judged(name, case_of(name, family))
     before = layers.state.clone()
     layers._steps(0, torch.tensor([-1, 1, -1, 3, -1], device=layers.device))
     changed = (layers.state != before).flatten(2).any(2).tolist()
@@ -193,6 +202,16 @@ SAID = {
     "stored/vllm": ("gdn", "vLLM is not installed; smallest install: pip install --no-deps vllm==0.33.0 regex"),
     "stored/vllm-tuned": ("kda", "vLLM is not installed; smallest install: pip install --no-deps vllm==0.33.0 regex"),
     "replay/vllm": ("mamba2", "vLLM is not installed; smallest install: pip install --no-deps vllm==0.33.0 regex"),
+    "stored/mamba-ssm": (
+        "mamba2",
+        "mamba-ssm is not installed; smallest install: MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps"
+        " --no-build-isolation mamba-ssm==2.3.2.post1 and einops",
+    ),
+    "stored/flashinfer": (
+        "mamba2",
+        "FlashInfer is not installed; smallest install: pip install flashinfer-python==0.7.2.post1, with nvcc of CUDA"
+        " 12.8 or later",
+    ),
     "stored/fla": (
         "kda",
         "flash-linear-attention is not installed; smallest install: pip install --no-deps fla-core==0.6.0",
@@ -214,6 +233,13 @@ def test_a_replay_that_the_peer_does_not_have_is_unsupported() -> None:
     for family in ("gdn", "kda"):
         told = f"vLLM 0.33 has no replay kernel for {family} at one token a step, only for mamba2"
         assert vllm.unsupported(family, replay=True) == told
+
+
+def test_what_flashinfer_cannot_do_is_unsupported() -> None:
+    told = "FlashInfer builds its kernel for head_dim=64 only; the case has head_dim=80"
+    assert flashinfer.unsupported(Geometry("mamba2", 2, 1, 80, 128)) == told
+    told = "FlashInfer's GDN decode takes gate projections in 16 bits only; the case's gates are float32"
+    assert flashinfer.unsupported(Geometry("gdn", 2, 1, 128, 128)) == told
 
 
 def test_another_version_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | ``vllm`` | vLLM 0.33 | stored Mamba-2, GDN, KDA; replay Mamba-2 |
 | ``fla`` | flash-linear-attention 0.6 | stored GDN, KDA |
+| ``mamba_ssm`` | mamba-ssm 2.3 | stored Mamba-2 |
+| ``flashinfer`` | FlashInfer 0.7 | stored Mamba-2 |
 
 A stored step is called like ours: ``step(out, state, inputs, slots)``, see `replayssm.kernels`. What a peer wants in
 another form is prepared once per object and kept with it (`Prepared`), so that a step consists of the peer's launches
@@ -13,6 +15,7 @@ gates of the experiment do that.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Callable
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from replayssm.peers.modules import folder
+from replayssm.recurrence import mamba2
 
 Form = TypeVar("Form")
 
@@ -76,6 +80,23 @@ class Prepared(Generic[Form]):
                 raise RuntimeError("inputs that the peer has not seen in a CUDA graph; step once with them before")
             self._made[key] = objects, self._make(*objects)
         return self._made[key][1]
+
+
+def broadcast(inputs: mamba2.Inputs, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dt ``[B,H,P]``, A ``[H,P,N]``, D ``[H,P]`` and a dt bias of zero ``[H,P]`` for Mamba-2 kernels that descend from
+    the one of mamba-ssm, broadcast with stride 0: they see from it that a head has one dt and one A. D is 0 without D.
+    """
+    _, heads, head_dim, state_dim = shape
+    dt = inputs.dt[..., None].expand(-1, heads, head_dim)
+    A = inputs.A[:, None, None].expand(heads, head_dim, state_dim)
+    zero = _zeros(heads, str(inputs.A.device))
+    D = zero if inputs.D is None else inputs.D
+    return dt, A, D[:, None].expand(heads, head_dim), zero[:, None].expand(heads, head_dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(count: int, device: str) -> Tensor:
+    return torch.zeros(count, dtype=torch.float32, device=device)
 
 
 RAW_A_LOG = -2.0

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from replayssm.geometry import Geometry
-from replayssm.peers import RAW_A_LOG, Peer, Prepared, raw_gates, shifted, with_null_slot
+from replayssm.peers import RAW_A_LOG, Peer, Prepared, broadcast, raw_gates, shifted, with_null_slot
 from replayssm.peers.modules import folder, only
 from replayssm.recurrence import gdn, mamba2
 
@@ -116,7 +116,7 @@ def replay_step(out: Tensor, layer: ReplayLayer, inputs: mamba2.Inputs, slots: T
     move elsewhere. ``slots [B]``, -1 for padding, whose output is not touched.
     """
     state, ring = layer.state, layer.ring
-    dt, A, D, bias = _mamba2_form(inputs, state.shape)
+    dt, A, D, bias = broadcast(inputs, state.shape)
     _kernel(*REPLAY)[1](
         state,
         inputs.x,
@@ -161,7 +161,7 @@ def _mamba2_step(launch: Launch | None) -> Step:
     module, kernel = _kernel(*KERNELS["mamba2"])
 
     def step(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor) -> None:
-        dt, A, D, bias = _mamba2_form(inputs, state.shape)
+        dt, A, D, bias = broadcast(inputs, state.shape)
         pinned = module.override_ssm_config(tuple(launch)) if launch else contextlib.nullcontext()
         with pinned:
             kernel(
@@ -181,17 +181,6 @@ def _mamba2_step(launch: Launch | None) -> Step:
             )
 
     return step
-
-
-def _mamba2_form(inputs: mamba2.Inputs, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dt, A, D and a bias of zero, broadcast without memory."""
-    _, heads, head_dim, state_dim = shape
-    rows = len(inputs.x)
-    dt = inputs.dt[..., None].expand(rows, heads, head_dim)
-    A = inputs.A[:, None, None].expand(heads, head_dim, state_dim)
-    zero = _zeros(heads, str(inputs.A.device))
-    D = zero if inputs.D is None else inputs.D
-    return dt, A, D[:, None].expand(heads, head_dim), zero[:, None].expand(heads, head_dim)
 
 
 def _delta_step(family: str, launch: Launch | None) -> Step:
@@ -254,11 +243,6 @@ class _Relaunched:
         grid = (-(-self.rows // tile), *grid[1:])
         chosen = {"BV": tile, "num_warps": self.launch.warps}
         return lambda **arguments: self.kernel[grid](**(arguments | chosen))
-
-
-@functools.lru_cache(maxsize=64)
-def _zeros(count: int, device: str) -> Tensor:
-    return torch.zeros(count, dtype=torch.float32, device=device)
 
 
 def _is_blackwell() -> bool:
