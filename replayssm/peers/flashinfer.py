@@ -29,6 +29,7 @@ PEER = Peer(
     written_for="0.7",
     install="pip install flashinfer-python==0.7.2.post1, with nvcc of CUDA 12.8 or later",
 )
+MODULE = "flashinfer.mamba"
 HEAD_DIM = 64
 
 
@@ -65,4 +66,4 @@ def stored_step() -> Callable[[Tensor, Tensor, mamba2.Inputs, Tensor], None]:
 
 @functools.cache
 def _module() -> Any:
-    return importlib.import_module("flashinfer.mamba")
+    return importlib.import_module(MODULE)
