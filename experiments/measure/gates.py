@@ -91,7 +91,7 @@ class Check:
             comparisons=tuple(comparisons),
             rows=tuple(self.rows.tolist()),
             copies=tuple(self.copies.tolist()),
-            cursor_equal=bool((layers.cursor == self.offsets * layers.flushes_per_cycle).all()),
+            cursor_equal=bool((layers.cursor == layers.held(self.offsets)).all()),
             flushes_counted=int(flushes.sum()),
             flushes_expected=cycles * layers.flushes_per_cycle * flushes.numel(),
             copies_touched=layers.copies - untouched,
@@ -158,7 +158,7 @@ class Check:
         """Elements of checkpoints ``[C,R,H,P,N]`` that a pass changed in rows that do not flush at it."""
         if not layers.flushes_per_cycle:
             return 0
-        kept = (self.offsets[self.rows] + passes) % self.case.interval_length != self.case.interval_length - 1
+        kept = layers.flushing_pass(self.offsets[self.rows]) != passes
         return int((self._rows_of(layers.state) != before)[:, kept].sum())
 
     def _states(self, layers: Any, truth: Cycle, honest: Cycle) -> list[Comparison]:
@@ -190,24 +190,25 @@ class Check:
         """The plain recurrence from ``checkpoint [C,R,H,P,N]``. Before timing all arms start from the same state, so
         the first arm's reference serves the others.
         """
-        rounding = None if dtype == torch.float64 else type(layers).as_rounded
-        if dtype in self._references and self._made[dtype] == rounding and torch.equal(self._start[dtype], checkpoint):
+        made = layers.folds_current, None if dtype == torch.float64 else type(layers).as_rounded
+        if dtype in self._references and self._made[dtype] == made and torch.equal(self._start[dtype], checkpoint):
             return self._references[dtype]
-        in_ring = self.offsets[self.rows] * layers.flushes_per_cycle
         results = [
-            self._steps(layers, copy, state, dtype, in_ring)
+            self._steps(layers, copy, state, dtype)
             for copy, state in zip(self.copies.tolist(), checkpoint, strict=True)
         ]
         outputs, *states = zip(*results, strict=True)
-        self._start[dtype], self._made[dtype] = checkpoint, rounding
+        self._start[dtype], self._made[dtype] = checkpoint, made
         self._references[dtype] = Cycle(torch.stack(outputs, dim=1), *(torch.stack(state) for state in states))
         return self._references[dtype]
 
-    def _steps(self, layers: Any, copy: int, state: Tensor, dtype: torch.dtype, in_ring: Tensor) -> tuple[Tensor, ...]:
-        """One copy's rows in ``dtype``: first through the ``in_ring [R]`` tokens behind the checkpoint, then through
-        the cycle. In float32 the state is rounded to its own format at every step, as an honest kernel does.
+    def _steps(self, layers: Any, copy: int, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """One copy's rows in ``dtype``: first through the tokens that its ring holds behind the checkpoint, then
+        through the cycle. In float32 the state is rounded to its own format at every step, as an honest kernel does.
         """
         recurrence, length = FAMILIES[self.case.geometry.family].step, self.case.interval_length
+        in_ring = layers.held(self.offsets)[self.rows]
+        last_folded = layers.flushing_pass(self.offsets[self.rows]) - int(not layers.folds_current)
         exact = dtype == torch.float64
         stored = dtype if exact else state.dtype
 
@@ -225,7 +226,7 @@ class Check:
             y, state = step(state, passes)
             outputs.append(y)
             middle = state if passes == length // 2 else middle
-            flushed = torch.where((in_ring == length - 1 - passes).view(-1, 1, 1, 1), state, flushed)
+            flushed = torch.where((last_folded == passes).view(-1, 1, 1, 1), state, flushed)
         return torch.stack(outputs), middle, flushed, state
 
 

@@ -69,6 +69,8 @@ class Layers:
     """What all arms have: ``out [K,copies,B,H,P]`` keeps the outputs of K passes, one on a CPU, L on a GPU."""
 
     flushes_per_cycle: int
+    folds_current = True
+    """Whether a flush folds its own token too, or the ring only and appends that token to it."""
     positions: int
     """Ring lengths at which a step is another one."""
 
@@ -86,6 +88,14 @@ class Layers:
     def run_pass(self, passes: int) -> None:
         """One token for every copy, then one commit, of which a stored layer has none. Counted in ``passes``."""
         raise NotImplementedError
+
+    def held(self, offsets: Tensor) -> Tensor:
+        """``[B]`` tokens of the stream that each row's ring holds at the start of the next cycle, by its phase."""
+        return offsets * self.flushes_per_cycle
+
+    def flushing_pass(self, offsets: Tensor) -> Tensor:
+        """``[B]`` pass of a cycle at which each row writes its checkpoint, by its phase."""
+        return self.case.interval_length - 1 - offsets
 
     def as_rounded(self, inputs: Any) -> Any:
         """``inputs`` of the recurrence as an honest version of this arm has them: for a kernel that rounds on the way,
