@@ -47,10 +47,11 @@ from replayssm.peers import (  # noqa: E402
 )
 from replayssm.peers.cursor import advance  # noqa: E402
 from replayssm.peers.modules import only  # noqa: E402
+from replayssm.recurrence import mamba2  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 STORED = ("stored/vllm", "stored/fla", "stored/mamba-ssm", "stored/flashinfer")
-REPLAY = ("replay/vllm",)
+REPLAY = ("replay/vllm", "replay/flashinfer")
 PEER_ARMS = (*STORED, "stored/vllm-tuned", *REPLAY)
 HALF = "bf16" if GPU else "fp16"
 """The interpreter cannot multiply matrices of bfloat16."""
@@ -130,8 +131,59 @@ def test_stored_arms_take_staggered_rows(name: str, family: str, interpretable: 
 def test_replay_arms_pass_the_gates(
     name: str, length: int, state: str, inputs: str, phase: str, interpretable: None
 ) -> None:
-    layers = judged(name, case("mamba2", state, inputs, phase, length))
+    head_dim = 64 if name == "replay/flashinfer" else 16  # the only one that it builds
+    layers = judged(name, case("mamba2", state, inputs, phase, length, head_dim))
     assert layers.flushes.unique().tolist() == [1]
+
+
+class Imitation:
+    """FlashInfer's ``checkpointing_ssu`` with one token a step, as its documentation has it, from our recurrence."""
+
+    @staticmethod
+    def allocate_checkpointing_ssu_scratch(*sizes: Any) -> tuple[None, None, None]:
+        return None, None, None
+
+    @staticmethod
+    def checkpointing_ssu(
+        state: Any, x_cache: Any, B_cache: Any, dt_cache: Any, ring_start: Any, prev_num_accepted_tokens: Any, x: Any,
+        dt: Any, A: Any, B: Any, C: Any, out: Any, *, D: Any, z: Any, state_batch_indices: Any, pad_slot_id: int,
+        **scratch: Any,
+    ) -> None:  # fmt: skip
+        entries = x_cache.shape[2]
+        for row, slot in enumerate(state_batch_indices.tolist()):
+            if slot == pad_slot_id:
+                continue
+            start, held = int(ring_start[slot]), int(prev_num_accepted_tokens[slot])
+            order = (start + torch.arange(entries, device=x.device)) % entries
+            ring = mamba2.Ring(*(cache[slot, :, order][None] for cache in (x_cache, B_cache, dt_cache)))
+            length = torch.tensor([held], device=x.device)
+            if held + 2 > entries:
+                state[slot] = mamba2.fold(state[slot][None].float(), ring, length, A[:, 0, 0])[0]
+                length.zero_()
+            token = mamba2.Inputs(x[row], B[row], C[row], dt[row][..., 0], A[:, 0, 0], D[:, 0], z)
+            out[row] = mamba2.read(state[slot][None].float(), ring, length, token)
+            behind = (start + held) % entries
+            x_cache[slot, :, behind], B_cache[slot, :, behind] = x[row, 0], B[row, 0]
+            dt_cache[slot, :, behind] = dt[row, 0, :, 0]
+
+
+@pytest.mark.parametrize("phase", ["aligned", "staggered"])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_the_layout_of_flashinfer_s_replay_passes_the_gates(
+    length: int, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around an imitation of its kernel, since the real one needs a GPU and nvcc; two cycles, checked in each."""
+    monkeypatch.setattr(flashinfer, "_module", lambda: Imitation)
+    forget()
+    of = case("mamba2", "fp32", "bf16", phase, length)
+    layers = arm("replay/flashinfer").prepare(of, 3)
+    for cycles, moment in enumerate(("before", "after")):
+        correctness, _ = gates.Check(of, 3, moment).run(layers, cycles, None)
+        assert not correctness.faults()
+    assert layers.flushes.unique().tolist() == [2]
+    monkeypatch.setattr(type(layers), "folds_current", True)
+    correctness, _ = gates.Check(of, 3, "after").run(layers, 2, None)
+    assert any(fault.startswith("state error") for fault in correctness.faults())
 
 
 @pytest.mark.gpu
@@ -212,6 +264,11 @@ SAID = {
         "FlashInfer is not installed; smallest install: pip install flashinfer-python==0.7.2.post1, with nvcc of CUDA"
         " 12.8 or later",
     ),
+    "replay/flashinfer": (
+        "mamba2",
+        "FlashInfer is not installed; smallest install: pip install flashinfer-python==0.7.2.post1, with nvcc of CUDA"
+        " 12.8 or later",
+    ),
     "stored/fla": (
         "kda",
         "flash-linear-attention is not installed; smallest install: pip install --no-deps fla-core==0.6.0",
@@ -238,6 +295,8 @@ def test_a_replay_that_the_peer_does_not_have_is_unsupported() -> None:
 def test_what_flashinfer_cannot_do_is_unsupported() -> None:
     told = "FlashInfer builds its kernel for head_dim=64 only; the case has head_dim=80"
     assert flashinfer.unsupported(Geometry("mamba2", 2, 1, 80, 128)) == told
+    told = "FlashInfer's replay holds at most 16 tokens; the case has interval_length=17"
+    assert flashinfer.unsupported(Geometry("mamba2", 2, 1, 64, 128), 17) == told
     told = "FlashInfer's GDN decode takes gate projections in 16 bits only; the case's gates are float32"
     assert flashinfer.unsupported(Geometry("gdn", 2, 1, 128, 128)) == told
 

@@ -5,7 +5,7 @@
 | ``vllm`` | vLLM 0.33 | stored Mamba-2, GDN, KDA; replay Mamba-2 |
 | ``fla`` | flash-linear-attention 0.6 | stored GDN, KDA |
 | ``mamba_ssm`` | mamba-ssm 2.3 | stored Mamba-2 |
-| ``flashinfer`` | FlashInfer 0.7 | stored Mamba-2 |
+| ``flashinfer`` | FlashInfer 0.7 | stored and replay Mamba-2 |
 
 A stored step is called like ours: ``step(out, state, inputs, slots)``, see `replayssm.kernels`. What a peer wants in
 another form is prepared once per object and kept with it (`Prepared`), so that a step consists of the peer's launches
