@@ -211,6 +211,16 @@ def test_every_launch_of_the_tuned_arm_gives_the_same_numbers(family: str, inter
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("geometry", [Geometry("mamba2", 96, 8, 80, 128), Geometry("mamba2", 128, 8, 64, 128)], ids=str)
+def test_the_tuned_arm_may_choose_what_vllm_does(geometry: Geometry, dtype: torch.dtype) -> None:
+    if reason := vllm.unsupported("mamba2"):
+        pytest.skip(reason)
+    for rows in (1, 8, 64, 256, 512):
+        assert vllm.shipped_launch(geometry, rows, dtype) in vllm.candidates("mamba2")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("name", STORED)
 def test_padding_rows_leave_the_state_alone(name: str, family: str, interpretable: None) -> None:

@@ -86,9 +86,12 @@ class ReplayLayer(NamedTuple):
 
 
 def candidates(family: str) -> list[Launch]:
-    """What a tuned baseline may choose from, what vLLM chooses on any NVIDIA GPU included."""
-    rows = (4, 8, 16, 32, 64) if family == "mamba2" else (4, 8, 16, 32, 64, 128)
-    return [Launch(r, w) for r in rows for w in (1, 2, 4)]
+    """What a tuned baseline may choose from: tiles of rows and warps whose state fits into registers, among them all
+    that vLLM itself chooses on an NVIDIA GPU.
+    """
+    if family == "mamba2":
+        return [Launch(rows, warps) for rows in (4, 8, 16, 32, 64) for warps in (1, 2, 4, 8) if rows <= 32 * warps]
+    return [Launch(rows, warps) for rows in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4) if rows <= 32 * warps]
 
 
 def unsupported(family: str, *, replay: bool = False) -> str | None:
