@@ -64,8 +64,8 @@ BATCH_SIZES = (1, 8, 256)
 """One of each class of launch: a row's heads cut finely, a few, a whole head a program."""
 INTERVAL_LENGTH = 16
 STACK_LIMIT_BYTES = 128
-"""Launches that cap a thread's registers leave some bytes there, most of them in the fold, which runs once in L steps: on
-an NVIDIA H200 a cap of 128 with 88 bytes was the fastest. A kernel that spills its tiles has hundreds."""
+"""Launches that cap a thread's registers leave some bytes there, most of them in the fold, which runs once in L steps:
+on an NVIDIA H200 a cap of 128 registers with 88 bytes was the fastest. A kernel that spills its tiles has hundreds."""
 KEY = ("architecture", "model", "state", "batch_size", "step", "kernel")
 
 
