@@ -349,6 +349,38 @@ def test_a_module_is_imported_without_its_package(monkeypatch: pytest.MonkeyPatc
         only("big.none.kernel", ("big", "big.none"))
 
 
+PEERS = {
+    "vllm": "from replayssm.peers.vllm import unsupported; print(unsupported('mamba2'))",
+    "fla": "import torch; from replayssm.peers.fla import unsupported; print(unsupported('gdn', torch.float32))",
+    "mamba_ssm": "from replayssm.peers.mamba_ssm import unsupported; print(unsupported('mamba2'))",
+    "flashinfer": "from replayssm.geometry import Geometry; from replayssm.peers.flashinfer import unsupported;"
+    "print(unsupported(Geometry('mamba2', 2, 1, 64, 128)))",
+}
+KERNEL_FILES = {
+    "mamba_ssm": "ops/triton/selective_state_update.py",
+    "fla": "ops/gated_delta_rule/fused_recurrent.py",
+    "flashinfer": "mamba.py",
+}
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["no file", "no such name"])
+@pytest.mark.parametrize("package", PEERS)
+def test_a_peer_without_the_kernel_is_unsupported(package: str, renamed: bool, tmp_path: Path) -> None:
+    """As another version may be: the kernel's file is not where it was, or holds it under another name."""
+    file = tmp_path / package / KERNEL_FILES.get(package, "other.py")
+    file.parent.mkdir(parents=True)
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / "ops" / "kda").mkdir(parents=True, exist_ok=True)
+    if renamed:
+        file.touch()
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    env = os.environ | {"PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, "-c", PEERS[package]], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "lacks the kernel: " in ran.stdout
+    assert ("cannot import name" in ran.stdout) == (renamed and package in KERNEL_FILES)
+
+
 def test_peer_arms_run_on_a_gpu_only() -> None:
     assert set(known_arms()) >= set(PEER_ARMS)
     assert {devices(name) for name in PEER_ARMS} == {("cuda",)}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from replayssm.peers import Peer, Prepared, shifted, with_null_slot
-from replayssm.peers.modules import only
+from replayssm.peers.modules import only, taken
 from replayssm.recurrence import gdn
 
 PEER = Peer(
@@ -143,4 +143,4 @@ def _kernel(family: str) -> Any:
     package = only("fla", _EMPTY)
     if not hasattr(package, "__version__"):  # its modules ask for it
         package.__version__ = PEER.version()  # type: ignore[attr-defined]
-    return getattr(only(module, _EMPTY), name)
+    return taken(only(module, _EMPTY), name)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from replayssm.geometry import Geometry
 from replayssm.peers import Peer, broadcast
+from replayssm.peers.modules import taken
 from replayssm.recurrence import mamba2
 
 PEER = Peer(
@@ -67,7 +68,7 @@ def unsupported(geometry: Geometry, interval_length: int | None = None) -> str |
     reason = PEER.absent()
     if reason is None:
         try:
-            _module()
+            taken(_module(), "selective_state_update" if interval_length is None else "checkpointing_ssu")
         except ImportError as error:
             return f"FlashInfer {PEER.version()} lacks the kernel: {error}; smallest install: {PEER.install}"
         if not shutil.which("nvcc") and importlib.util.find_spec("flashinfer_jit_cache") is None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from replayssm.peers import Peer, broadcast
-from replayssm.peers.modules import only
+from replayssm.peers.modules import only, taken
 from replayssm.recurrence import mamba2
 
 PEER = Peer(
@@ -39,7 +39,7 @@ def unsupported(family: str) -> str | None:
     reason = PEER.absent()
     if reason is None:
         try:
-            _module()
+            taken(_module(), KERNEL)
         except ImportError as error:
             return f"mamba-ssm {PEER.version()} lacks the kernel: {error}; smallest install: {PEER.install}"
     return reason
@@ -48,7 +48,7 @@ def unsupported(family: str) -> str | None:
 def stored_step() -> Callable[[Tensor, Tensor, mamba2.Inputs, Tensor], None]:
     """A step like ours, ``step(out, state, inputs, slots)``. Raises ``ImportError`` if the kernel is absent."""
     module = _module()
-    kernel = getattr(module, KERNEL)
+    kernel = taken(module, KERNEL)
 
     def step(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor) -> None:
         dt, A, D, bias = broadcast(inputs, state.shape)

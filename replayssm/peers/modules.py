@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def only(module: str, empty: Iterable[str], stand_ins: Mapping[str, ModuleType] | None = None) -> ModuleType:
@@ -36,6 +37,14 @@ def only(module: str, empty: Iterable[str], stand_ins: Mapping[str, ModuleType] 
             if name.partition(".")[0] == module.partition(".")[0]:
                 del sys.modules[name]
         raise
+
+
+def taken(module: ModuleType, name: str) -> Any:
+    """``module``'s ``name``. Raises ``ImportError`` where it has none, as another version of a peer may."""
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ImportError(f"cannot import name {name!r} from {module.__name__!r}", name=module.__name__) from None
 
 
 def folder(package: str) -> Path | None:

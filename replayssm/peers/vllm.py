@@ -35,7 +35,7 @@ from torch import Tensor
 
 from replayssm.geometry import Geometry
 from replayssm.peers import RAW_A_LOG, Peer, Prepared, broadcast, raw_gates, shifted, with_null_slot
-from replayssm.peers.modules import folder, only
+from replayssm.peers.modules import folder, only, taken
 from replayssm.recurrence import gdn, mamba2
 
 PEER = Peer(
@@ -257,7 +257,7 @@ def _kernel(module: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
     """The module and its function."""
     _prepare_import()
     found = only(module, ())
-    return found, getattr(found, name)
+    return found, taken(found, name)
 
 
 @functools.cache
