@@ -51,7 +51,7 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
 
 def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup over the fastest stored arm by batch size, one panel a model and device, published curves beside it."""
-    failed = failures[failures["kind"] != "stored"]
+    failed = _failed(failures[failures["kind"] != "stored"])
     lengths = _lengths(speedups, failed)
     ours, failed = _at(speedups, lengths), _at(failed, lengths)
     facets = style.facets(ours, failed) or [("", key, PAPER_STATE) for key in _curve_models(paper)]
@@ -107,7 +107,7 @@ def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) 
 def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup by interval length at the batch size with most lengths, with the curve that bytes alone would give."""
     facets, looks = style.facets(speedups), style.arm_look(list(speedups["arm"]))
-    failed = failures[failures["arm"].isin(list(looks))]
+    failed = _failed(failures[failures["arm"].isin(list(looks))])
     batches = {facet: _fullest(style.of(speedups, *facet)) for facet in facets}
     everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
     shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
@@ -196,6 +196,11 @@ def _draw_traffic(ax: Axes, rows: pd.DataFrame, longest: int) -> list[float]:
     where = [math.log2(v) for v in known["interval_length"]]
     ax.plot(where, known["ideal_bytes"], ls="", marker="D", ms=4, mfc="white", color=style.MUTED, zorder=2)
     return list(curve)
+
+
+def _failed(failures: pd.DataFrame) -> pd.DataFrame:
+    """Failures to draw. What an arm cannot do or what is not installed is no failure of a case: the table tells it."""
+    return failures[failures["status"] != "unsupported"]
 
 
 def _draw_failures(ax: Axes, lost: pd.DataFrame, x: str, looks: dict[str, dict[str, str]]) -> None:
