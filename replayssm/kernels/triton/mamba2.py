@@ -36,7 +36,7 @@ from replayssm.kernels.triton.tiles import (
     sum_later,
     zeros,
 )
-from replayssm.recurrence.mamba2 import Inputs, Ring
+from replayssm.recurrence.mamba2 import Inputs
 
 
 class _Ring(NamedTuple):
@@ -48,6 +48,14 @@ class _Ring(NamedTuple):
     cursor: Any
     origin: Any
     flushes: Any
+
+
+class _Old(NamedTuple):
+    """Tokens of the ring, loaded: ``x [RING,SPAN]``, ``B [RING,PADDED]``, ``dt [RING]``; zero where there is none."""
+
+    x: Any
+    B: Any
+    dt: Any
 
 
 class _Strides(NamedTuple):
@@ -229,7 +237,7 @@ def _replay_kernel(out, state, ring, inputs, slots, strides, ring_strides, cut: 
     token = _load_token(inputs, strides, row, head, p, p < end, cut)
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
     entry, age, valid = ring_order(length, oldest, cut)
-    old = Ring(
+    old = _Old(
         x=load_ring_vectors(ring_x + entry * ring_strides.x[2], valid, p, end, cut),
         B=load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut),
         dt=load_ring(ring_dt + entry * ring_strides.dt[2], valid, cut),
