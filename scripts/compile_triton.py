@@ -5,12 +5,13 @@
     python -m scripts.compile_triton --architectures 90 --models kimi --states fp16 --launch rows=8,tiles=16,warps=2
 
 The kernels' own entry points are called, with a stand-in for the driver that compiles and does not launch, so that what
-is compiled is what would run: argument types, alignment, launch defaults of the batch. The declared set is everything
-for sm_90, and one geometry a family, at the largest batch, for the other architectures. Fails if a kernel does not
-compile or keeps more than the declared bytes a thread on its stack, where spilled registers go. Registers depend on the
-versions of Triton and of its assembler, which the table names; ``--check`` lists rows that differ and does not mind
-them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which know all six architectures;
-from sm_90 on it compiles for the variant of one architecture (sm_103a), which runs on no other.
+is compiled is what would run: argument types, alignment, the heuristic's launch for the batch, as on a device without a
+table of launches. The declared set is everything for sm_90, and one geometry a family, at the largest batch, for the
+other architectures. Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack,
+where spilled registers go. Registers depend on the versions of Triton and of its assembler, which the table names;
+``--check`` lists rows that differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for
+sm_90 and below and of 12.9 above, which know all six architectures; from sm_90 on it compiles for the variant of one
+architecture (sm_103a), which runs on no other.
 
 Takes one to three seconds a kernel and core the first time, less with Triton's cache. Needs Triton, and no GPU.
 """

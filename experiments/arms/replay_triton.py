@@ -6,8 +6,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from experiments.case import Case
 from experiments.inputs import DTYPES
+from experiments.measure import devices
 from experiments.measure.layers import ReplayLayers
 from replayssm.traffic import Ring, Traffic, replay
 
@@ -31,11 +34,11 @@ def prepare(case: Case, copies: int) -> ReplayLayers:
 
 def describe(case: Case) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record."""
-    from replayssm.kernels.triton.launch import replay_launch
+    from replayssm.kernels.triton.launch_table import choose
 
-    size = DTYPES[case.precision.state].itemsize
-    launch = replay_launch(case.geometry, case.batch_size, size, case.interval_length)
-    return {"backend": "triton", "fold": "d", "chosen": "heuristic"} | asdict(launch)
+    size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
+    launch, how = choose(case.geometry, case.batch_size, size, case.interval_length, device)
+    return {"backend": "triton", "fold": "d", "chosen": how} | asdict(launch)
 
 
 def traffic(case: Case) -> Traffic:

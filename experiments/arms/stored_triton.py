@@ -6,8 +6,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from experiments.case import Case
 from experiments.inputs import DTYPES
+from experiments.measure import devices
 from experiments.measure.layers import StoredLayers
 from replayssm.traffic import Traffic, stored
 
@@ -29,10 +32,11 @@ def prepare(case: Case, copies: int) -> StoredLayers:
 
 def describe(case: Case) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record."""
-    from replayssm.kernels.triton.launch import stored_launch
+    from replayssm.kernels.triton.launch_table import choose
 
-    launch = stored_launch(case.geometry, case.batch_size, DTYPES[case.precision.state].itemsize)
-    return {"backend": "triton", "chosen": "heuristic"} | asdict(launch)
+    size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
+    launch, how = choose(case.geometry, case.batch_size, size, None, device)
+    return {"backend": "triton", "chosen": how} | asdict(launch)
 
 
 def traffic(case: Case) -> Traffic:

@@ -12,6 +12,8 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+DATA = {"replayssm/kernels/triton/launch_table.py": "launches/*.csv"}
+"""Files beside a source that decide what it does, by their pattern."""
 PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", "experiments.measure.layers")
 
 
@@ -21,7 +23,7 @@ def arm_file(arm: str) -> Path:
 
 
 def arm_sources(arm: str) -> dict[str, str]:
-    """SHA-256 by path, relative to the repository, of the arm's file and of all project files it imports."""
+    """SHA-256 by path, relative to the repository, of the arm's file, all project files it imports, and `DATA`."""
     found: dict[Path, str] = {}
     waiting = [arm_file(arm)]
     while waiting:
@@ -30,7 +32,10 @@ def arm_sources(arm: str) -> dict[str, str]:
             continue
         text = path.read_bytes()
         found[path] = hashlib.sha256(text).hexdigest()
-        waiting.extend(file for name in _imports(text, path) for file in _files(name))
+        if path.suffix == ".py":
+            waiting.extend(file for name in _imports(text, path) for file in _files(name))
+            pattern = DATA.get(path.relative_to(ROOT).as_posix())
+            waiting.extend(path.parent.glob(pattern) if pattern else ())
     return {str(path.relative_to(ROOT)): found[path] for path in sorted(found)}
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch
+from replayssm.kernels.triton.launch_table import launch_for
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -77,7 +78,7 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
     """The recurrence for one token a row, in place, of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
     strides, geometry = _check(family, out, state, inputs, slots)
     rows = len(slots)
-    launch = launch or stored_launch(geometry, rows, state.element_size())
+    launch = launch or launch_for(geometry, rows, state)
     cut = Cut.of(geometry, launch, state)
     if rows:
         _stored_kernel[(cut.PARTS * cut.H * rows,)](
@@ -102,7 +103,7 @@ def replay_step(
     strides, geometry = _check(family, out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
-    launch = launch or replay_launch(geometry, rows, layer.state.element_size(), layer.interval_length)
+    launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
     cut = Cut.of(geometry, launch, layer.state, layer)
     if rows:
         _replay_kernel[(cut.PARTS * cut.H * rows,)](

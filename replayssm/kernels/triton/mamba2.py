@@ -18,7 +18,8 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch
+from replayssm.kernels.triton.launch_table import launch_for
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -86,7 +87,7 @@ def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launc
     """
     strides, geometry = _check(out, state, inputs, slots)
     rows = len(slots)
-    launch = launch or stored_launch(geometry, rows, state.element_size())
+    launch = launch or launch_for(geometry, rows, state)
     cut = Cut.of(geometry, launch, state)
     if rows:
         grid = (cut.PARTS * cut.H * rows,)
@@ -103,7 +104,7 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, l
     strides, geometry = _check(out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
-    launch = launch or replay_launch(geometry, rows, layer.state.element_size(), layer.interval_length)
+    launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
     cut = Cut.of(geometry, launch, layer.state, layer)
     ring = _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes)
     if rows:
