@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.measure import sources
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import launch_table
 from replayssm.kernels.triton.launch import Launch, replay_launch, stored_launch
@@ -165,3 +166,10 @@ def test_committed_tables_are_as_the_tuner_writes_them(path: Path, tables: Path)
     assert launch_table.path_of(device).name == path.name
     write(launch_table.path_of(device), device, read(path))
     assert launch_table.path_of(device).read_text() == path.read_text()
+
+
+def test_a_table_belongs_to_the_sources_of_an_arm() -> None:
+    folder = "replayssm/kernels/triton/launches/"
+    for arm in ("stored/triton", "replay/triton"):
+        assert any(path.startswith(folder) for path in sources.arm_sources(arm))
+    assert not any(path.startswith(folder) for path in sources.arm_sources("replay/torch"))
