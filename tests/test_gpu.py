@@ -18,11 +18,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from experiments.case import Case, Precision, Timing
 from experiments.inputs import make_inputs, make_state
+from experiments.measure import launches
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.formats import DTYPES, nearest_round
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton import gdn, kda, mamba2
+from replayssm.kernels.triton import gdn, kda, launch_table, mamba2
+from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence import FAMILIES
 from scripts import sanitize
 
@@ -203,3 +206,29 @@ def test_sanitizers_find_nothing(tool: str) -> None:
     command = [sys.executable, "-m", "scripts.sanitize", "--tools", tool]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("operation", ["stored", "replay"])
+def test_launches_are_tried_on_the_device(
+    operation: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Candidates compile in processes of their own, are right, and have graphs of their own; a table is read back."""
+    tried = [Launch(16, 5, 2, 8), Launch(32, 1, 2, 8, stages=1), Launch(8, 1, 1, 16, stages=1)]
+    monkeypatch.setattr(launches, "candidates", lambda *asked: tried)
+    monkeypatch.setattr(launch_table, "TABLES", tmp_path)
+    launch_table.forget()
+    timing = Timing("test", 3, 1, 5.0, 0.1, 1.0, 1, 60.0)
+    case = Case(
+        "kernel", "test", geometry("mamba2"), 64, LENGTH, "aligned", Precision("fp32", "bf16"), "cuda", 0, 0, timing
+    )
+    said: list[str] = []
+    found = launches.search(case, operation, said.append)
+    assert found is not None, said
+    assert said == []
+    entry, times = found
+    assert set(tried) <= set(times)
+    assert all(us > 0 for of_launch in times.values() for us in of_launch)
+    name = launch_table.device_name(torch.device(DEVICE))
+    launch_table.write(launch_table.path_of(name), name, [entry])
+    assert launches.present(case, operation).launch == entry.launch
+    launch_table.forget()
