@@ -41,6 +41,7 @@ def _round(
 ):
     program = tl.program_id(0)
     tiles: tl.constexpr = (ROWS + M - 1) // M
+    DTYPE: tl.constexpr = out.dtype.element_ty
     rows = program % tiles * M + tl.arange(0, M)
     batch_row = program // tiles
     request, flush = tl.load(requests + batch_row), tl.load(flushes + batch_row)
@@ -51,7 +52,6 @@ def _round(
         tile = tl.load(x + at, mask=mask, other=0.0)
         drawn = rounding.random_words(rows, c * W, W, N, seed, request, layer, flush)
         tl.store(words + at, drawn.to(tl.int64), mask=mask)
-        DTYPE: tl.constexpr = out.dtype.element_ty
         rounded = rounding.stochastic(tile, rows, c * W, N, seed, request, layer, flush, DTYPE)
         tl.store(out + at, rounded, mask=mask)
 
