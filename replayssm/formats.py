@@ -19,11 +19,22 @@ Every back end has this definition; `replayssm.kernels.triton.rounding` is the o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "GROUP", "nearest_round", "philox4x32_10", "random_words", "round_with", "stochastic_round"]
+__all__ = [
+    "DTYPES",
+    "GROUP",
+    "Rounding",
+    "check_rounding",
+    "nearest_round",
+    "philox4x32_10",
+    "random_words",
+    "round_with",
+    "stochastic_round",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Format -> the dtype that holds it."""
@@ -71,10 +82,7 @@ def random_words(
     shape: torch.Size | tuple[int, ...], *, seed: int, request: int | Tensor, layer: int, flush: int | Tensor
 ) -> Tensor:
     """The word of each element of ``[B, ..., N]``, int64 in [0, 2^32); arguments as in `stochastic_round`."""
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed} is impossible; accepted: an integer from 0 to 2^64 - 1")
-    if not 0 <= layer < 2**32:
-        raise ValueError(f"layer={layer} is impossible; accepted: an integer from 0 to 2^32 - 1")
+    _check_counter(seed, layer)
     device = next((n.device for n in (request, flush) if isinstance(n, Tensor)), None)
     batch_size, state_dim = shape[0], shape[-1]
     in_row = -(-state_dim // GROUP)
@@ -141,6 +149,48 @@ def nearest_round(x: Tensor, format: str) -> Tensor:
         return x
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype)
+
+
+class Rounding(NamedTuple):
+    """Stochastic rounding of a layer's 16-bit states, for a kernel's step; ``seed, layer`` as in `stochastic_round`.
+
+    ``requests [S]`` int64 names each slot's request; None takes the number of the slot. A replay step rounds where it
+    flushes, and numbers flushes by the layer's ``flushes``. A stored step rounds at each step: ``steps [S]`` int64 is
+    the number of each slot's, for which the caller counts on; None in a replay step.
+    """
+
+    seed: int
+    layer: int = 0
+    requests: Tensor | None = None
+    steps: Tensor | None = None
+
+
+def check_rounding(rounding: Rounding | None, state: Tensor, *, stored: bool) -> None:
+    """Raises ``ValueError``, one line, if a step on ``state [S,...]`` cannot round so; values are not looked at."""
+    if rounding is None:
+        return
+    _check_counter(rounding.seed, rounding.layer)
+    if state.dtype not in CODES:
+        raise ValueError(f"state has dtype {state.dtype}; accepted with rounding: {', '.join(map(str, CODES))}")
+    if stored != (rounding.steps is not None):
+        accepted = "[S] int64 for a stored step" if stored else "None for a replay step, which counts its flushes"
+        raise ValueError(f"rounding.steps is {'None' if stored else 'given'}; accepted: {accepted}")
+    for name in ("requests", "steps"):
+        tensor = getattr(rounding, name)
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != state.shape[:1] or not tensor.is_contiguous():
+            told = f"shape {list(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"rounding.{name} has {told}; accepted: [{len(state)}] contiguous int64")
+        if tensor.device != state.device:
+            raise ValueError(f"rounding.{name} is on {tensor.device}; accepted: {state.device}, where the state is")
+
+
+def _check_counter(seed: int, layer: int) -> None:
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} is impossible; accepted: an integer from 0 to 2^64 - 1")
+    if not 0 <= layer < 2**32:
+        raise ValueError(f"layer={layer} is impossible; accepted: an integer from 0 to 2^32 - 1")
 
 
 def _dtype(x: Tensor, format: str) -> torch.dtype:

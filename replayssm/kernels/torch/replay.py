@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
-from replayssm.kernels.torch.stored import consecutive, stored_step
+from replayssm.formats import Rounding, check_rounding
+from replayssm.kernels.torch.stored import FORMATS, consecutive, rounded, step, widened
 from replayssm.recurrence import gdn, kda, mamba2
 
 
-def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
+def replay_step(
+    out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor, *, rounding: Rounding | None = None
+) -> None:
     """One token a row in standard decoding; see `replayssm.kernels` for the call.
 
     Mutates ``out``, the checkpoint and ``flushes`` of rows whose ring is full, and the ring of the others. Raises
@@ -20,6 +23,7 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     """
     if layer.window is not None:
         raise ValueError(f"replay_step got a cache with window={layer.window}; accepted: None, or use verify_step")
+    check_rounding(rounding, layer.state, stored=False)
     _refuse_other_dtypes(layer, inputs)
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
@@ -30,18 +34,17 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     if not due.all():
         # Reading the few rows that flush as well costs less than copying the state of all others.
         inputs_live = inputs.rows(rows)
-        view = consecutive(layer.state, live)
-        state = layer.state[live] if view is None else view
+        view = None if layer.state.dtype in FORMATS else consecutive(layer.state, live)
+        state = widened(layer.state[live]) if view is None else view
         y, entries = _read(layer, state, live, length, inputs_live)
         out[rows[~due]] = y[~due].to(out.dtype)
         position = (layer.origin[live] + layer.cursor[live]) % layer.capacity
         for name, value in entries.items():
             layer.ring[name][live[~due], :, position[~due].long()] = value[~due].to(layer.ring[name].dtype)
     if due.any():
-        _fold(layer, live[due], inputs)
-        flushing = torch.full_like(slots, -1)
-        flushing[rows[due]] = live[due]
-        stored_step(out, layer.state, inputs, flushing)
+        state = _folded(layer, live[due], inputs)
+        out[rows[due]] = step(state, inputs.rows(rows[due])).to(out.dtype)
+        _flush(layer, live[due], state, rounding)
 
 
 def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
@@ -62,16 +65,16 @@ def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     length = layer.cursor[live].long()
     due = (length > layer.interval_length - window) | (layer.interval_length < window)
     if due.any():
-        _fold(layer, live[due], inputs)
+        _flush(layer, live[due], _folded(layer, live[due], inputs), None)
     ring = ordered_ring(layer, live)
     inputs = inputs.rows(rows)
     visible = torch.where(due, 0, length)
     if layer.family == "mamba2":
-        y = mamba2.verify(layer.state[live], ring, visible, inputs)
+        y = mamba2.verify(widened(layer.state[live]), ring, visible, inputs)
         entries = {"x": inputs.x, "B": inputs.B, "dt": inputs.dt}
     else:
         family = gdn if layer.family == "gdn" else kda
-        y, d = family.verify(layer.state[live], ring, visible, inputs)
+        y, d = family.verify(widened(layer.state[live]), ring, visible, inputs)
         entries = _delta_entries(layer, inputs, d)
     out[rows] = y.to(out.dtype)
     positions = (layer.origin[live].long() + length)[:, None] + torch.arange(window, device=live.device)
@@ -116,13 +119,16 @@ def _delta_entries(layer: CacheLayer, inputs: gdn.Inputs, d: Tensor) -> dict[str
     return entries | ({"v": inputs.v, "beta": inputs.beta} if "v" in layer.ring else {})
 
 
-def _fold(layer: CacheLayer, live: Tensor, inputs: Any) -> None:
-    """Fold the committed rings of ``live`` into their checkpoints and count it; ``inputs`` brings Mamba-2's A."""
-    ring, length, state = ordered_ring(layer, live), layer.cursor[live].long(), layer.state[live]
+def _folded(layer: CacheLayer, live: Tensor, inputs: Any) -> Tensor:
+    """The checkpoints of ``live``, moved over their committed rings; ``inputs`` brings Mamba-2's A."""
+    ring, length, state = ordered_ring(layer, live), layer.cursor[live].long(), widened(layer.state[live])
     if layer.family == "mamba2":
-        folded = mamba2.fold(state, ring, length, inputs.A)
-    else:
-        family = gdn if layer.family == "gdn" else kda
-        folded = (family.fold if ring.v is None else family.fold_raw)(state, ring, length)
-    layer.state[live] = folded
+        return mamba2.fold(state, ring, length, inputs.A)
+    family = gdn if layer.family == "gdn" else kda
+    return (family.fold if ring.v is None else family.fold_raw)(state, ring, length)
+
+
+def _flush(layer: CacheLayer, live: Tensor, state: Tensor, rounding: Rounding | None) -> None:
+    """Write checkpoints, rounded to their dtype, and count it."""
+    layer.state[live] = rounded(state, layer.state.dtype, live, rounding, layer.flushes)
     layer.flushes[live] += 1

@@ -1,6 +1,7 @@
 """The stored-state step in torch, in place: as few passes over the state as torch's own kernels allow.
 
-Mamba-2 takes three (decay, outer product, output), GDN and KDA four (also the product with k).
+Mamba-2 takes three (decay, outer product, output), GDN and KDA four (also the product with k). States of 16 bits are
+computed in float32 and rounded once, as `replayssm.formats` says.
 """
 
 from __future__ import annotations
@@ -11,22 +12,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from replayssm.formats import DTYPES, Rounding, check_rounding, nearest_round, stochastic_round
 from replayssm.recurrence import gdn, mamba2
 
+FORMATS = {DTYPES[name]: name for name in ("bf16", "fp16")}
+"""Dtypes of states in which nothing is computed."""
 
-def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor) -> None:
+
+def stored_step(out: Tensor, state: Tensor, inputs: Any, slots: Tensor, *, rounding: Rounding | None = None) -> None:
     """One token of the plain recurrence, in place on ``state [S,H,P,N]``; see `replayssm.kernels` for the call."""
+    check_rounding(rounding, state, stored=True)
     rows = (slots >= 0).nonzero()[:, 0]
     live = slots[rows]
     if len(rows) == 0:
         return
-    step = _mamba2 if isinstance(inputs, mamba2.Inputs) else _delta
-    view = consecutive(state, live)
-    current = state[live] if view is None else view
+    view = None if state.dtype in FORMATS else consecutive(state, live)
+    current = widened(state[live]) if view is None else view
     result = step(current, inputs.rows(rows))
     if view is None:
-        state[live] = current
+        state[live] = rounded(current, state.dtype, live, rounding, None if rounding is None else rounding.steps)
     out[rows] = result.to(out.dtype)
+
+
+def widened(state: Tensor) -> Tensor:
+    """The state in the dtype in which it is computed."""
+    return state.float() if state.dtype in FORMATS else state
+
+
+def rounded(x: Tensor, dtype: torch.dtype, live: Tensor, rounding: Rounding | None, number: Tensor | None) -> Tensor:
+    """The states ``x [B,H,P,N]`` of the slots ``live`` in ``dtype``; ``number [S]`` are those of their rounding."""
+    if dtype not in FORMATS:
+        return x
+    if rounding is None or number is None:
+        return nearest_round(x, FORMATS[dtype])
+    request = live if rounding.requests is None else rounding.requests[live]
+    seed, layer = rounding.seed, rounding.layer
+    return stochastic_round(x, FORMATS[dtype], seed=seed, request=request, layer=layer, flush=number[live])
+
+
+def step(state: Tensor, inputs: Any) -> Tensor:
+    """Output ``[B,H,P]`` of one token a row, from ``state [B,H,P,N]``, which is moved on in place."""
+    return (_mamba2 if isinstance(inputs, mamba2.Inputs) else _delta)(state, inputs)
 
 
 def consecutive(tensor: Tensor, live: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ keys with q and k are computed by every program of a head anew.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: RUF005, SIM108 (Triton has neither unpacking into tuples nor conditional expressions over tensors)
+# ruff: noqa: RUF005, SIM102, SIM108 (no unpacking into tuples, no condition both of compiler and device)
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
+from replayssm.formats import Rounding, check_rounding
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch
-from replayssm.kernels.triton.launch_table import launch_for
+from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
+from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -74,8 +75,17 @@ class _RingStrides(NamedTuple):
     g: Any
 
 
-def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None) -> None:
+def stored_step(
+    family: str,
+    out: Tensor,
+    state: Tensor,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None,
+    rounding: Rounding | None,
+) -> None:
     """The recurrence for one token a row, in place, of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
+    check_rounding(rounding, state, stored=True)
     strides, geometry = _check(family, out, state, inputs, slots)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, state)
@@ -88,7 +98,9 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
             slots,
             strides,
             geometry.state_dim**-0.5,
+            rounding,
             cut,
+            DRAWN=rounding is not None,
             CHANNELS=family == "kda",
             num_warps=launch.warps,
             maxnreg=launch.registers,
@@ -96,10 +108,17 @@ def stored_step(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: 
 
 
 def replay_step(
-    family: str, out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None
+    family: str,
+    out: Tensor,
+    layer: CacheLayer,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None,
+    rounding: Rounding | None,
 ) -> None:
     """Standard decoding for one token a row of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
     check_layer(layer, family)
+    check_rounding(rounding, layer.state, stored=False)
     strides, geometry = _check(family, out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
@@ -115,7 +134,9 @@ def replay_step(
             strides,
             ring_strides,
             geometry.state_dim**-0.5,
+            rounding,
             cut,
+            DRAWN=rounding is not None,
             CHANNELS=family == "kda",
             num_warps=launch.warps,
             maxnreg=launch.registers,
@@ -171,7 +192,9 @@ def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr, CHANNELS
 
 
 @triton.jit
-def _stored_kernel(out, state, inputs, slots, strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr):
+def _stored_kernel(
+    out, state, inputs, slots, strides, scale, rounding, cut: tl.constexpr, DRAWN: tl.constexpr, CHANNELS: tl.constexpr
+):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -192,6 +215,9 @@ def _stored_kernel(out, state, inputs, slots, strides, scale, cut: tl.constexpr,
     k = token.k.to(tl.float32)
     q_scale, k_rnorm = rnorm(tl.sum(token.q * token.q, axis=0)) * scale, rnorm(tl.sum(k * k, axis=0))
     qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
+    draws = None
+    if DRAWN:
+        draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), tl.load(rounding.steps + slot))
     out += row * strides.out[0] + head * strides.out[1]
     for t in tl.range(cut.TILES, num_stages=cut.STAGES):
         m, tile = first + t * cut.M, tiles + t * cut.M * cut.ROW
@@ -209,14 +235,25 @@ def _stored_kernel(out, state, inputs, slots, strides, scale, cut: tl.constexpr,
         d = token.beta * (rows_of(token.v, t * cut.M, m, cut) - tl.sum(Sk, axis=1) * k_rnorm)
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             moved = moved + (decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :],)
-        store_state(tile, m, end, moved, cut)
+        store_state(tile, m, end, moved, head, draws, cut)
         o = tl.sum(Sq, axis=1) * q_scale + d * qk
         tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
 
 
 @triton.jit
 def _replay_kernel(
-    out, state, ring, inputs, slots, strides, ring_strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr
+    out,
+    state,
+    ring,
+    inputs,
+    slots,
+    strides,
+    ring_strides,
+    scale,
+    rounding,
+    cut: tl.constexpr,
+    DRAWN: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
@@ -265,12 +302,17 @@ def _replay_kernel(
             decays = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, n, cut))[None, :]
         else:
             ring_keys, decays = keys, decay
+        draws = None
+        if DRAWN:
+            number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
+            draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
         _flush(
             out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
-            part, end, cut,
+            head, draws, part, end, cut,
         )  # fmt: skip
-        if part == 0 and head == 0:
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        if not DRAWN:
+            if part == 0 and head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
     else:
         if CHANNELS:
             kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
@@ -323,7 +365,9 @@ def _read(
 
 
 @triton.jit
-def _flush(out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rnorm, part, end, cut: tl.constexpr):
+def _flush(
+    out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rnorm, head, draws, part, end, cut: tl.constexpr
+):  # fmt: skip
     """Fold ring and token into the checkpoint, from d; the outputs on the way."""
     first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
     tiles = state + first[:, None] * cut.ROW + n[None, :]
@@ -339,7 +383,8 @@ def _flush(out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rno
         o = tl.sum(moved * q[None, :], axis=1) + d * qk
         moved += d[:, None] * k[None, :]
         tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
-        tl.store(tiles + t * cut.FOLD * cut.ROW, moved.to(state.dtype.element_ty), mask=mask)
+        narrow = rounded(moved, head * cut.P + m, 0, cut.N, draws, state.dtype.element_ty)
+        tl.store(tiles + t * cut.FOLD * cut.ROW, narrow, mask=mask)
 
 
 @triton.jit

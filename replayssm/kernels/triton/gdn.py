@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
+from replayssm.formats import Rounding
 from replayssm.kernels.triton import delta
 from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence.gdn import Inputs
@@ -12,20 +13,36 @@ from replayssm.recurrence.gdn import Inputs
 __all__ = ["replay_step", "stored_step"]
 
 
-def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
+def stored_step(
+    out: Tensor,
+    state: Tensor,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None = None,
+    *,
+    rounding: Rounding | None = None,
+) -> None:
     """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
 
     ``state [S,H,V,K]``, ``out [B,H,V]``, ``slots [B]`` int64, -1 for padding; g and beta ``[B,HV]`` of ``inputs``
     float32. Mutates ``out`` and ``state``; raises ``ValueError``, one line, on tensors it does not take.
     """
-    delta.stored_step("gdn", out, state, inputs, slots, launch)
+    delta.stored_step("gdn", out, state, inputs, slots, launch, rounding)
 
 
-def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
+def replay_step(
+    out: Tensor,
+    layer: CacheLayer,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None = None,
+    *,
+    rounding: Rounding | None = None,
+) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
     Rows with a full ring fold ring and token into the checkpoint, from d, and count the flush; the others append the
     token and its d. Mutates ``out``, the checkpoint and ``flushes`` or the ring; raises ``ValueError`` on what it
     does not take.
     """
-    delta.replay_step("gdn", out, layer, inputs, slots, launch)
+    delta.replay_step("gdn", out, layer, inputs, slots, launch, rounding)

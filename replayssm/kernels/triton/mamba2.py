@@ -5,7 +5,7 @@ program computes these itself, from a ring that the group's programs find in L2:
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: RUF005 (Triton has no unpacking into tuples)
+# ruff: noqa: RUF005, SIM102 (Triton has no unpacking into tuples; a condition is known to the compiler, or is not)
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
+from replayssm.formats import Rounding, check_rounding
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
-from replayssm.kernels.triton.launch import Cut, Launch
-from replayssm.kernels.triton.launch_table import launch_for
+from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
+from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -79,28 +80,57 @@ class _RingStrides(NamedTuple):
     dt: Any
 
 
-def stored_step(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
+def stored_step(
+    out: Tensor,
+    state: Tensor,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None = None,
+    *,
+    rounding: Rounding | None = None,
+) -> None:
     """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
 
     ``state [S,H,P,N]``, ``out [B,H,P]``, ``slots [B]`` int64, -1 for padding. Mutates ``out`` and ``state``; raises
     ``ValueError``, one line, on tensors it does not take.
     """
+    check_rounding(rounding, state, stored=True)
     strides, geometry = _check(out, state, inputs, slots)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, state)
     cut = Cut.of(geometry, launch, state)
     if rows:
         grid = (cut.PARTS * cut.H * rows,)
-        _stored_kernel[grid](out, state, inputs, slots, strides, cut, num_warps=launch.warps, maxnreg=launch.registers)
+        _stored_kernel[grid](
+            out,
+            state,
+            inputs,
+            slots,
+            strides,
+            rounding,
+            cut,
+            rounding is not None,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
 
 
-def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, launch: Launch | None = None) -> None:
+def replay_step(
+    out: Tensor,
+    layer: CacheLayer,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: Launch | None = None,
+    *,
+    rounding: Rounding | None = None,
+) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
     Rows with a full ring fold ring and token into the checkpoint and count the flush; the others append the token.
     Mutates ``out``, the checkpoint and ``flushes`` or the ring; raises ``ValueError`` on what it does not take.
     """
     check_layer(layer, "mamba2")
+    check_rounding(rounding, layer.state, stored=False)
     strides, geometry = _check(out, layer.state, inputs, slots)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
@@ -116,7 +146,9 @@ def replay_step(out: Tensor, layer: CacheLayer, inputs: Inputs, slots: Tensor, l
             slots,
             strides,
             ring_strides,
+            rounding,
             cut,
+            DRAWN=rounding is not None,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -185,7 +217,7 @@ def _store(out, y, token, t, m, end, cut: tl.constexpr):
 
 
 @triton.jit
-def _stored_kernel(out, state, inputs, slots, strides, cut: tl.constexpr):
+def _stored_kernel(out, state, inputs, slots, strides, rounding, cut: tl.constexpr, DRAWN: tl.constexpr):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -199,6 +231,9 @@ def _stored_kernel(out, state, inputs, slots, strides, cut: tl.constexpr):
     group = head // cut.SHARE
     Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], cut)
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
+    draws = None
+    if DRAWN:
+        draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), tl.load(rounding.steps + slot))
     decay = exp(token.A * token.dt)
     x = token.x.to(tl.float32)
     out += row * strides.out[0] + head * strides.out[1]
@@ -212,12 +247,14 @@ def _stored_kernel(out, state, inputs, slots, strides, cut: tl.constexpr):
             chunk = S[c].to(tl.float32) * decay + (token.dt * xs)[:, None] * Bs[c][None, :]
             y += chunk * Cs[c][None, :]
             moved = moved + (chunk,)
-        store_state(tile, m, end, moved, cut)
+        store_state(tile, m, end, moved, head, draws, cut)
         _store(out, tl.sum(y, axis=1) + token.D * xs, token, t * cut.M, m, end, cut)
 
 
 @triton.jit
-def _replay_kernel(out, state, ring, inputs, slots, strides, ring_strides, cut: tl.constexpr):
+def _replay_kernel(
+    out, state, ring, inputs, slots, strides, ring_strides, rounding, cut: tl.constexpr, DRAWN: tl.constexpr
+):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -249,9 +286,17 @@ def _replay_kernel(out, state, ring, inputs, slots, strides, ring_strides, cut: 
         Bs = tl.where(now[:, None], token.B[None, :], old.B)
         weight = dts * exp(token.A * sum_later(dts, tl.where(now, cut.L - 1, age)))
         decay = exp(token.A * tl.sum(dts, axis=0))
-        _flush(out, state, ring_x + entry * ring_strides.x[2], valid, now, weight, Bs, decay, token, part, end, cut)
-        if part == 0 and head == 0:
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        draws = None
+        if DRAWN:
+            number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
+            draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
+        _flush(
+            out, state, ring_x + entry * ring_strides.x[2], valid, now, weight, Bs, decay, token, head, draws, part,
+            end, cut,
+        )  # fmt: skip
+        if not DRAWN:
+            if part == 0 and head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
     else:
         decay = exp(token.A * (tl.sum(old.dt, axis=0) + token.dt))
         weight = old.dt * exp(token.A * (sum_later(old.dt, age) + token.dt))
@@ -282,7 +327,9 @@ def _read(out, state, S, Cs, decay, added, token, part, end, cut: tl.constexpr):
 
 
 @triton.jit
-def _flush(out, state, ring_x, valid, now, weight, Bs, decay, token, part, end, cut: tl.constexpr):
+def _flush(
+    out, state, ring_x, valid, now, weight, Bs, decay, token, head, draws, part, end, cut: tl.constexpr
+):  # fmt: skip
     """Fold ring and token, the rows ``now``, into the checkpoint; outputs from what it becomes."""
     first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
     tiles = state + first[:, None] * cut.ROW + n[None, :]
@@ -296,4 +343,5 @@ def _flush(out, state, ring_x, valid, now, weight, Bs, decay, token, part, end, 
         moved = S.to(tl.float32) * decay + product(xs * weight[None, :], Bs)
         y = tl.sum(moved * token.C[None, :], axis=1) + token.D * x.to(tl.float32)
         _store(out, y, token, t * cut.FOLD, m, end, cut)
-        tl.store(tiles + t * cut.FOLD * cut.ROW, moved.to(state.dtype.element_ty), mask=mask)
+        narrow = rounded(moved, head * cut.P + m, 0, cut.N, draws, state.dtype.element_ty)
+        tl.store(tiles + t * cut.FOLD * cut.ROW, narrow, mask=mask)

@@ -1,13 +1,18 @@
-"""Rounding of a tile of the state: stochastic as `replayssm.formats` defines it, bit for bit, and saturating nearest.
+"""Rounding of a tile of the state to its dtype, as `replayssm.formats` defines it: nearest, or stochastic bit for bit.
 
 ``stochastic`` costs one call of Philox for eight neighbours where a tile's chunks are at least that wide, and holds
 them in the order in which a thread holds eight 16-bit numbers of a row. Integer arithmetic only, so it is the same on
 every device and in the interpreter.
+
+Where something is rounded, ``draws`` is a `Draws`, or None for the nearest number.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +20,67 @@ import triton.language as tl
 from replayssm import formats
 
 GROUP = tl.constexpr(formats.GROUP)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+class Draws(NamedTuple):
+    """What all random words of one slot have in common: scalars of `stochastic`."""
+
+    seed: Any
+    layer: Any
+    request: Any
+    flush: Any
+
+
+@triton.jit
+def request_of(rounding, slot):
+    """The slot's request, as a `formats.Rounding` names it."""
+    request = slot
+    if rounding.requests is not None:
+        request = tl.load(rounding.requests + slot)
+    return request
+
+
+@triton.jit
+def arrive(flushes, PROGRAMS: tl.constexpr):
+    """The number of a row's flush, the same for all of its programs, of which the last to ask counts it.
+
+    ``flushes`` points to the slot's count, int64 and below 2^32: above that the programs are counted that have asked.
+    """
+    before = tl.atomic_add(flushes, 1 << 32, sem="relaxed")
+    number = before & 0xFFFFFFFF
+    if before >> 32 == PROGRAMS - 1:
+        tl.store(flushes, number + 1)
+    return number
+
+
+@triton.jit
+def rounded(x, rows, FIRST: tl.constexpr, N: tl.constexpr, draws, dtype: tl.constexpr):
+    """``x [M,W]`` float32, rounded to ``dtype``; ``rows`` and ``FIRST`` as for `stochastic`."""
+    if dtype == tl.float32:
+        return x
+    elif draws is not None:
+        return stochastic(x, rows, FIRST, N, draws.seed, draws.request, draws.layer, draws.flush, dtype)
+    else:
+        return nearest(x, dtype)
+
+
+@triton.jit
+def nearest(x, dtype: tl.constexpr):
+    """``x`` float32 to ``dtype``, bfloat16 or float16: what is too large becomes the largest number; NaN is kept."""
+    # On a device one instruction for two numbers, as many as a conversion that overflows takes.
+    if INTERPRETED:
+        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+        x = tl.maximum(x, -largest, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit

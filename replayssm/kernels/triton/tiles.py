@@ -9,13 +9,10 @@ with a vector adds up over chunks within a thread and only over WIDTH among lane
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""The interpreter multiplies the bits of bfloat16 as if they were integers."""
+from replayssm.kernels.triton.rounding import INTERPRETED, rounded
 
 
 @triton.jit
@@ -110,11 +107,12 @@ def load_state(pointers, m, end, cut: tl.constexpr):
 
 
 @triton.jit
-def store_state(pointers, m, end, chunks, cut: tl.constexpr):
-    """Write what `load_state` reads, rounded to the state's dtype."""
+def store_state(pointers, m, end, chunks, head, draws, cut: tl.constexpr):
+    """Write what `load_state` reads, rounded to the state's dtype with the ``draws`` of `rounding`."""
     for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
         mask = (m < end)[:, None] & (c * cut.WIDTH + tl.arange(0, cut.WIDTH) < cut.N)[None, :]
-        tl.store(pointers + c * cut.WIDTH, chunks[c].to(pointers.dtype.element_ty), mask=mask)
+        narrow = rounded(chunks[c], head * cut.P + m, c * cut.WIDTH, cut.N, draws, pointers.dtype.element_ty)
+        tl.store(pointers + c * cut.WIDTH, narrow, mask=mask)
 
 
 @triton.jit
@@ -173,6 +171,7 @@ def product(a, b):
     Three bfloat16 numbers hold a float32 exactly, so that products with a bfloat16 ``b`` are exact and sums are in
     float32. Any other ``b`` takes three products in tf32.
     """
+    # The interpreter multiplies the bits of bfloat16 as if they were integers.
     if b.dtype == tl.bfloat16 and not INTERPRETED:
         high = a.to(tl.bfloat16)
         rest = a - high.to(tl.float32)
