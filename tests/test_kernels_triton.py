@@ -60,9 +60,10 @@ class Step:
         dtype: torch.dtype = torch.float32,
         flavour: str = "mixed",
         strided: bool = False,
+        raw: bool = False,
         seed: int = 0,
     ) -> None:
-        self.cursors, self.length, self.strided = cursors, interval_length, strided
+        self.cursors, self.length, self.strided, self.raw = cursors, interval_length, strided, raw
         shape = geometry(family, head_dim, state_dim)
         drawn = make_sequence(shape, len(cursors), interval_length, seed=seed, flavour=flavour)
         narrow = drawn.to(dtype)
@@ -101,12 +102,15 @@ class Step:
 
     def _place_layer(self, dtype: torch.dtype, state_dtype: torch.dtype) -> CacheLayer:
         d = None if self.truth.geometry.family == "mamba2" else self.truth.corrected(self.states)
-        filled = self.truth.ring(self.lengths, self.capacity, d)
+        filled = self.truth.ring(self.lengths, self.capacity, d, self.raw)
+        if self.raw:
+            # Whoever folds from raw inputs has no business with the d of rows that flush.
+            filled.d[self.lengths == self.length - 1] = torch.nan
         ring = {}
         for name, tensor in zip(filled._fields, filled, strict=True):
             if tensor is None:
                 continue
-            wide = name in ("dt", "k_rnorm", "d", "g")
+            wide = name in ("dt", "k_rnorm", "d", "g", "beta")
             entries = torch.full((SLOTS, *tensor.shape[1:]), torch.nan, dtype=torch.float32 if wide else dtype)
             for row, slot in self.rows():
                 entries[slot] = tensor[row].roll(int(self.origin[slot]), dims=1)
@@ -227,6 +231,32 @@ def test_shapes_that_fit_no_tile(family: str, head_dim: int, state_dim: int) -> 
 def test_strided_tensors(family: str, eager: bool) -> None:
     Step(family, [2, None, 1], 3, strided=True).replay(Launch(16, 2, 2, eager=eager))
     Step(family, [0, None, 0], 3, strided=True).stored()
+
+
+delta_families = pytest.mark.parametrize("family", ["gdn", "kda"])
+
+
+@delta_families
+@pytest.mark.parametrize("launch", ["one tile", "eager", "two tiles"])
+@pytest.mark.parametrize("interval_length", [1, 2, 3, 16, 33])
+def test_folds_from_raw_inputs_at_every_phase(family: str, interval_length: int, launch: str) -> None:
+    """Without d: NaN takes its place wherever a row flushes."""
+    L = interval_length
+    Step(family, [L - 1, None, max(0, L - 2)], L, raw=True, seed=L).replay(LAUNCHES[launch])
+
+
+@delta_families
+@pytest.mark.parametrize("flavour", ["strong decay", "weak decay", "beta two", "identical keys", "zero keys"])
+def test_folds_from_raw_inputs_of_extreme_size(family: str, flavour: str) -> None:
+    Step(family, [7, 4], 8, flavour=flavour, head_dim=16, raw=True).replay()
+
+
+@delta_families
+def test_folds_from_raw_inputs_in_other_shapes_and_formats(family: str) -> None:
+    Step(family, [3, 1], 4, head_dim=3, state_dim=7, raw=True).replay()
+    Step(family, [2, None, 1], 3, head_dim=20, strided=True, raw=True).replay()
+    for state_dtype in (torch.float32, torch.bfloat16):
+        Step(family, [3, 2], 4, head_dim=32, dtype=torch.bfloat16, state_dtype=state_dtype, raw=True).replay()
 
 
 @every_family

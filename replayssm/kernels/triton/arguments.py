@@ -41,13 +41,11 @@ def check_place(tensors: dict[str, Tensor | None], device: torch.device) -> None
 
 
 def check_layer(layer: CacheLayer, family: str) -> None:
-    """Raises ``ValueError`` for a layer of another family, with a window, or with a ring for folds from raw inputs."""
+    """Raises ``ValueError`` for a layer of another family or with a window."""
     if layer.family != family:
         raise ValueError(f"layer is of family {layer.family}; accepted: {family}")
     if layer.window is not None:
         raise ValueError(f"replay_step got a cache with window={layer.window}; accepted: None")
-    if "v" in layer.ring:
-        raise ValueError("replay_step got a cache with raw_fold=True; accepted: False, folds are from d")
 
 
 def check_slots(slots: Tensor, rows: int) -> None:

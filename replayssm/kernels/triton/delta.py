@@ -4,6 +4,9 @@ The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key 
 side of every product. Program ``(row, head, part)`` owns some rows of one head's state. S.q and S.k come from one pass
 over them, with q and k as they arrived; norms and scalar decays are applied afterwards. The products of the ring's
 keys with q and k are computed by every program of a head anew.
+
+A ring with v and beta is folded from these: the system that gives d, of the ring's tokens, is formed once a program and
+solved by substitution for each tile of the checkpoint.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -11,6 +14,7 @@ keys with q and k are computed by every program of a head anew.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -45,7 +49,7 @@ from replayssm.recurrence.gdn import Inputs
 
 
 class _Ring(NamedTuple):
-    """Tensors of a `CacheLayer` that a replay step needs besides the state."""
+    """Tensors of a `CacheLayer` that a replay step needs besides the state; v and beta for folds from raw inputs."""
 
     k: Any
     k_rnorm: Any
@@ -54,6 +58,8 @@ class _Ring(NamedTuple):
     cursor: Any
     origin: Any
     flushes: Any
+    v: Any = None
+    beta: Any = None
 
 
 class _Strides(NamedTuple):
@@ -73,6 +79,21 @@ class _RingStrides(NamedTuple):
     k_rnorm: Any
     d: Any
     g: Any
+    v: Any = None
+    beta: Any = None
+
+
+class _Raw(NamedTuple):
+    """What the fold from raw inputs takes to find the ring's d again, see `_corrected`."""
+
+    v: Any
+    """Pointers ``[RING]`` to the tokens' values."""
+    beta: Any
+    keys: Any
+    """``[PADDED,RING]``, by which the checkpoint is multiplied, and ``seen [RING]``, by which that is."""
+    seen: Any
+    system: Any
+    """``[r,s]``: what of token r's d token s sees, times its beta; zero unless r < s."""
 
 
 def stored_step(
@@ -124,6 +145,9 @@ def replay_step(
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
     cut = Cut.of(geometry, launch, layer.state, layer)
+    if "v" in layer.ring:
+        # A triangular system has an order: the ring's, in time.
+        cut = replace(cut, EAGER=False)
     if rows:
         _replay_kernel[(cut.PARTS * cut.H * rows,)](
             out,
@@ -165,11 +189,16 @@ def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tenso
 def _check_ring(layer: CacheLayer, geometry: Geometry, inputs: Inputs) -> _RingStrides:
     slots, R, ring, g = len(layer.state), layer.capacity, layer.ring, geometry
     channels = (g.state_dim,) if g.family == "kda" else ()
+    raw: dict[str, Any] = {}
+    if "v" in ring:
+        raw["v"] = check("ring v", ring["v"], (slots, g.heads, R, g.head_dim), (inputs.v.dtype,))
+        raw["beta"] = check("ring beta", ring["beta"], (slots, g.heads, R), WIDE, scalars=True)
     return _RingStrides(
         k=check("ring k", ring["k"], (slots, g.groups, R, g.state_dim), (inputs.k.dtype,)),
         k_rnorm=check("ring k_rnorm", ring["k_rnorm"], (slots, g.groups, R), WIDE, scalars=True),
         d=check("ring d", ring["d"], (slots, g.heads, R, g.head_dim), WIDE),
         g=check("ring g", ring["g"], (slots, g.heads, R, *channels), WIDE, scalars=not channels),
+        **raw,
     )
 
 
@@ -302,13 +331,27 @@ def _replay_kernel(
             decays = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, n, cut))[None, :]
         else:
             ring_keys, decays = keys, decay
+        raw = None
+        if ring.v is not None:
+            ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
+            ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
+            beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
+            if CHANNELS:
+                raw_keys, system = _channel_system(
+                    ring_k, ring_strides.k[2], ring_g, ring_strides.g[2], rnorms, oldest, cut
+                )
+                seen = rnorms
+            else:
+                raw_keys, system = tl.trans(keys), _scalar_system(keys, gs, rnorms, cut)
+                seen = rnorms * exp(_sum_earlier(gs, cut))
+            raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
         draws = None
         if DRAWN:
             number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
             draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
         _flush(
             out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
-            head, draws, part, end, cut,
+            raw, head, draws, part, end, cut,
         )  # fmt: skip
         if not DRAWN:
             if part == 0 and head == 0:
@@ -329,7 +372,13 @@ def _replay_kernel(
         added_q = tl.sum((weight * kq * q_scale)[:, None] * d_old, axis=0)
         error = token.v - tl.sum((weight * kk * k_rnorm)[:, None] * d_old, axis=0)
         last = (oldest + length) % cut.CAPACITY
+        if ring.v is not None:
+            last_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + last * ring_strides.v[2]
+            tl.store(last_v + p, token.v.to(ring.v.dtype.element_ty), mask=p < end)
         if part == 0:
+            if ring.v is not None:
+                last_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
+                tl.store(last_beta + last * ring_strides.beta[2], token.beta)
             if CHANNELS:
                 tl.store(ring_g + last * ring_strides.g[2] + n, token.g, mask=n < cut.N)
             else:
@@ -366,9 +415,10 @@ def _read(
 
 @triton.jit
 def _flush(
-    out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rnorm, head, draws, part, end, cut: tl.constexpr
+    out, state, ring_d, valid, weight, keys, decay, token, q_scale, k_rnorm, raw, head, draws, part, end,
+    cut: tl.constexpr,
 ):  # fmt: skip
-    """Fold ring and token into the checkpoint, from d; the outputs on the way."""
+    """Fold ring and token into the checkpoint, from d or, where there is a ``raw``, from that; outputs on the way."""
     first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
     tiles = state + first[:, None] * cut.ROW + n[None, :]
     q, k = token.q * q_scale, token.k.to(tl.float32) * k_rnorm
@@ -377,7 +427,12 @@ def _flush(
         m = first + t * cut.FOLD
         mask = (m < end)[:, None] & (n < cut.N)[None, :]
         S = tl.load(tiles + t * cut.FOLD * cut.ROW, mask=mask, other=0.0)
-        d_old = tl.load(ring_d[None, :] + m[:, None], mask=valid[None, :] & (m < end)[:, None], other=0.0)
+        owned = valid[None, :] & (m < end)[:, None]
+        if raw is None:
+            d_old = tl.load(ring_d[None, :] + m[:, None], mask=owned, other=0.0)
+        else:
+            v = tl.load(raw.v[None, :] + m[:, None], mask=owned, other=0.0)
+            d_old = _corrected(S.to(tl.float32), v.to(tl.float32), raw, cut)
         moved = S.to(tl.float32) * decay + product(d_old * weight[None, :], keys)
         d = token.beta * (rows_of(token.v, t * cut.FOLD, m, cut) - tl.sum(moved * k[None, :], axis=1))
         o = tl.sum(moved * q[None, :], axis=1) + d * qk
@@ -385,6 +440,60 @@ def _flush(
         tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
         narrow = rounded(moved, head * cut.P + m, 0, cut.N, draws, state.dtype.element_ty)
         tl.store(tiles + t * cut.FOLD * cut.ROW, narrow, mask=mask)
+
+
+@triton.jit
+def _corrected(S, v, raw, cut: tl.constexpr):
+    """d ``[FOLD,RING]`` of the ring's tokens, solved by substitution against rows ``S`` of the checkpoint."""
+    j = tl.arange(0, cut.RING)
+    d = raw.beta[None, :] * (v - product(S, raw.keys) * raw.seen[None, :])
+    for r in tl.range(cut.L - 2):
+        # Token r's d is final by now; every later one sees it.
+        found = tl.sum(tl.where((j == r)[None, :], d, 0.0), axis=1)
+        d -= found[:, None] * tl.sum(tl.where((j == r)[:, None], raw.system, 0.0), axis=0)[None, :]
+    return d
+
+
+@triton.jit
+def _channel_system(ring_k, k_stride, ring_g, g_stride, rnorms, oldest, cut: tl.constexpr):
+    """KDA's keys ``[PADDED,RING]`` times their decay since the checkpoint; and ``[r,s]``, for r < s, the product of
+    normalised keys r and s times the decays between them, zero elsewhere.
+    """
+    j, n = tl.arange(0, cut.RING), tl.arange(0, cut.PADDED)
+    mask = (j < cut.L - 1)[:, None] & (n < cut.N)[None, :]
+    entries = ((oldest + j) % cut.CAPACITY)[:, None]
+    keys = tl.load(ring_k + entries * k_stride + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    since, decayed = tl.zeros_like(keys), tl.zeros_like(keys)
+    total, system = tl.sum(since, axis=0), tl.zeros((tl.constexpr(cut.RING), tl.constexpr(cut.RING)), tl.float32)
+    for s in tl.range(cut.L - 1):
+        place = (oldest + s) % cut.CAPACITY
+        k = tl.load(ring_k + place * k_stride + n, mask=n < cut.N, other=0.0).to(tl.float32)
+        g = tl.load(ring_g + place * g_stride + n, mask=n < cut.N, other=0.0)
+        since += g[None, :]
+        total += g
+        products = rnorms * tl.sum(keys * tl.exp(since) * k[None, :], axis=1)
+        system = tl.where((j == s)[None, :] & (j < s)[:, None], products[:, None], system)
+        since = tl.where((j < s)[:, None], since, 0.0)
+        decayed = tl.where((j == s)[:, None], (k * exp(total))[None, :], decayed)
+    return tl.trans(decayed), system * rnorms[None, :]
+
+
+@triton.jit
+def _scalar_system(keys, g, rnorms, cut: tl.constexpr):
+    """GDN's ``[r,s]`` of `_channel_system`, for ``keys [RING,PADDED]``; sums of log decays by a product, as in
+    `_later`."""
+    j = tl.arange(0, cut.RING)
+    behind = tl.where(j[None, :] > j[:, None], g[None, :], 0.0)
+    between = product(behind, tl.where(j[:, None] <= j[None, :], 1.0, 0.0).to(tl.bfloat16))
+    products = product(keys.to(tl.float32), tl.trans(keys)) * exp(between)
+    return tl.where(j[:, None] < j[None, :], products * rnorms[:, None] * rnorms[None, :], 0.0)
+
+
+@triton.jit
+def _sum_earlier(g, cut: tl.constexpr):
+    """For each token of ``g [RING]`` the sum up to and with it."""
+    j = tl.arange(0, cut.RING)
+    return tl.sum(tl.where(j[:, None] <= j[None, :], g[:, None], 0.0), axis=0)
 
 
 @triton.jit
