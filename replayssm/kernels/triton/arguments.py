@@ -33,6 +33,14 @@ def check(
     return tuple(strides[:-1])
 
 
+def check_parameter(name: str, tensor: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    """A layer's own parameter: contiguous, where the state is; one-line ``ValueError`` if it is not."""
+    if tensor is None or tuple(tensor.shape) != shape or tensor.dtype not in INPUTS or not tensor.is_contiguous():
+        told = "None" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"{name} is {told}; accepted: contiguous {list(shape)} of {', '.join(map(str, INPUTS))}")
+    check_place({name: tensor}, device)
+
+
 def check_place(tensors: dict[str, Tensor | None], device: torch.device) -> None:
     """All on one device, or one-line ``ValueError``."""
     for name, tensor in tensors.items():

@@ -14,7 +14,7 @@ solved by substitution for each tile of the checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import triton
@@ -24,7 +24,17 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.formats import Rounding, check_rounding
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
+from replayssm.kernels.triton.arguments import (
+    INPUTS,
+    STATES,
+    WIDE,
+    check,
+    check_layer,
+    check_parameter,
+    check_place,
+    check_slots,
+)
+from replayssm.kernels.triton.gates import Gates, log_decay, sigmoid
 from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
 from replayssm.kernels.triton.tiles import (
@@ -83,6 +93,24 @@ class _RingStrides(NamedTuple):
     beta: Any = None
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What a kernel is compiled for, besides a `Cut`."""
+
+    CHANNELS: bool
+    """One decay a key channel."""
+    DRAWN: bool
+    """Rounded stochastically."""
+    GATED: bool
+    """Gates from raw inputs; KDA's with a LOWER_BOUND or without."""
+    LOWER_BOUND: float | None
+
+    @classmethod
+    def of(cls, family: str, rounding: Rounding | None, gates: Gates | None) -> _Form:
+        bound = None if gates is None or gates.lower_bound is None else float(gates.lower_bound)
+        return cls(family == "kda", rounding is not None, gates is not None, bound)
+
+
 class _Raw(NamedTuple):
     """What the fold from raw inputs takes to find the ring's d again, see `_corrected`."""
 
@@ -104,10 +132,12 @@ def stored_step(
     slots: Tensor,
     launch: Launch | None,
     rounding: Rounding | None,
+    gates: Gates | None,
 ) -> None:
     """The recurrence for one token a row, in place, of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
     check_rounding(rounding, state, stored=True)
-    strides, geometry = _check(family, out, state, inputs, slots)
+    strides, geometry = _check(family, out, state, inputs, slots, gates)
+    form = _Form.of(family, rounding, gates)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, state)
     cut = Cut.of(geometry, launch, state)
@@ -120,9 +150,9 @@ def stored_step(
             strides,
             geometry.state_dim**-0.5,
             rounding,
+            gates,
             cut,
-            DRAWN=rounding is not None,
-            CHANNELS=family == "kda",
+            form,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -136,11 +166,13 @@ def replay_step(
     slots: Tensor,
     launch: Launch | None,
     rounding: Rounding | None,
+    gates: Gates | None,
 ) -> None:
     """Standard decoding for one token a row of ``family`` gdn or kda; see `replayssm.kernels.triton.gdn`."""
     check_layer(layer, family)
     check_rounding(rounding, layer.state, stored=False)
-    strides, geometry = _check(family, out, layer.state, inputs, slots)
+    strides, geometry = _check(family, out, layer.state, inputs, slots, gates)
+    form = _Form.of(family, rounding, gates)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
@@ -159,15 +191,17 @@ def replay_step(
             ring_strides,
             geometry.state_dim**-0.5,
             rounding,
+            gates,
             cut,
-            DRAWN=rounding is not None,
-            CHANNELS=family == "kda",
+            form,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
 
 
-def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_Strides, Geometry]:
+def _check(
+    family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, gates: Gates | None
+) -> tuple[_Strides, Geometry]:
     _, H, V, K = state.shape
     rows, HK = inputs.k.shape[:2]
     kind = (inputs.v.dtype,)
@@ -178,9 +212,14 @@ def _check(family: str, out: Tensor, state: Tensor, inputs: Inputs, slots: Tenso
         q=check("q", inputs.q, (rows, HK, K), kind),
         k=check("k", inputs.k, (rows, HK, K), kind),
         v=check("v", inputs.v, (rows, H, V), INPUTS),
-        g=check("g", inputs.g, decays, WIDE, scalars=True),
-        beta=check("beta", inputs.beta, (rows, H), WIDE, scalars=True),
+        g=check("g", inputs.g, decays, INPUTS if gates else WIDE, scalars=True),
+        beta=check("beta", inputs.beta, (rows, H), INPUTS if gates else WIDE, scalars=True),
     )
+    if gates:
+        check_parameter("gates.dt_bias", gates.dt_bias, decays[1:], state.device)
+        check_parameter("gates.A_log", gates.A_log, (H,), state.device)
+        if family == "gdn" and gates.lower_bound is not None:
+            raise ValueError(f"gates.lower_bound={gates.lower_bound} is for KDA; accepted for GDN: None")
     check_slots(slots, rows)
     check_place({"out": out, "slots": slots, **inputs._asdict()}, state.device)
     return strides, Geometry(family, H, HK, V, K)
@@ -203,27 +242,46 @@ def _check_ring(layer: CacheLayer, geometry: Geometry, inputs: Inputs) -> _RingS
 
 
 @triton.jit
-def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr, CHANNELS: tl.constexpr):
-    """One row's and head's inputs in float32, v of the rows ``p`` and zero where not ``mine``; k as it arrived."""
-    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+def _log_decays(inputs, gates, strides, row, head, n, cut: tl.constexpr, form: tl.constexpr):
+    """A token's g in float32: of the channels ``n``, or the head's own."""
     g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
-    if CHANNELS:
+    if form.CHANNELS:
         g = load_vector(g_token, n, cut)
+        if form.GATED:
+            bias = load_vector(gates.dt_bias + head * cut.N, n, cut)
+            g = log_decay(g, tl.load(gates.A_log + head), bias, form.LOWER_BOUND)
     else:
         g = tl.load(g_token)
+        if form.GATED:
+            g = log_decay(g, tl.load(gates.A_log + head), tl.load(gates.dt_bias + head).to(tl.float32))
+    return g
+
+
+@triton.jit
+def _strength(inputs, strides, row, head, form: tl.constexpr):
+    """A token's beta."""
+    beta = tl.load(inputs.beta + row * strides.beta[0] + head * strides.beta[1])
+    if form.GATED:
+        beta = sigmoid(beta)
+    return beta
+
+
+@triton.jit
+def _load_token(inputs, gates, strides, row, head, p, mine, cut: tl.constexpr, form: tl.constexpr):
+    """One row's and head's inputs in float32, v of the rows ``p`` and zero where not ``mine``; k as it arrived."""
+    group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
+    g = _log_decays(inputs, gates, strides, row, head, n, cut, form)
     return Inputs(
         q=load_vector(inputs.q + row * strides.q[0] + group * strides.q[1], n, cut),
         k=tl.load(inputs.k + row * strides.k[0] + group * strides.k[1] + n, mask=n < cut.N, other=0.0),
         v=tl.load(inputs.v + row * strides.v[0] + head * strides.v[1] + p, mask=mine, other=0.0).to(tl.float32),
         g=g,
-        beta=tl.load(inputs.beta + row * strides.beta[0] + head * strides.beta[1]),
+        beta=_strength(inputs, strides, row, head, form),
     )
 
 
 @triton.jit
-def _stored_kernel(
-    out, state, inputs, slots, strides, scale, rounding, cut: tl.constexpr, DRAWN: tl.constexpr, CHANNELS: tl.constexpr
-):
+def _stored_kernel(out, state, inputs, slots, strides, scale, rounding, gates, cut: tl.constexpr, form: tl.constexpr):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -233,19 +291,22 @@ def _stored_kernel(
     tiles = first_tile(state + slot * strides.state[0] + head * strides.state[1], part, cut)
     if cut.TILES == 1:
         S = load_state(tiles, first, end, cut)
-    token = _load_token(inputs, strides, row, head, p, p < end, cut, CHANNELS)
+    token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
     group = head // cut.SHARE
     qs = load_chunks(inputs.q + row * strides.q[0] + group * strides.q[1], cut)
     ks = load_chunks(inputs.k + row * strides.k[0] + group * strides.k[1], cut)
-    if CHANNELS:
-        gs = load_chunks(inputs.g + row * strides.g[0] + head * strides.g[1], cut)
+    if form.CHANNELS:
+        gs = ()
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+            columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
+            gs = gs + (_log_decays(inputs, gates, strides, row, head, columns, cut, form),)
     else:
         decay = exp(token.g)
     k = token.k.to(tl.float32)
     q_scale, k_rnorm = rnorm(tl.sum(token.q * token.q, axis=0)) * scale, rnorm(tl.sum(k * k, axis=0))
     qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
     draws = None
-    if DRAWN:
+    if form.DRAWN:
         draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), tl.load(rounding.steps + slot))
     out += row * strides.out[0] + head * strides.out[1]
     for t in tl.range(cut.TILES, num_stages=cut.STAGES):
@@ -254,7 +315,7 @@ def _stored_kernel(
             S = load_state(tile, m, end, cut)
         Sk, Sq, decayed, moved = zeros(cut), zeros(cut), (), ()
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-            if CHANNELS:
+            if form.CHANNELS:
                 chunk = S[c].to(tl.float32) * exp(gs[c])[None, :]
             else:
                 chunk = S[c].to(tl.float32) * decay
@@ -280,9 +341,9 @@ def _replay_kernel(
     ring_strides,
     scale,
     rounding,
+    gates,
     cut: tl.constexpr,
-    DRAWN: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    form: tl.constexpr,
 ):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
@@ -302,10 +363,9 @@ def _replay_kernel(
     S = ()
     if cut.TILES == 1:
         S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
-    token = _load_token(inputs, strides, row, head, p, p < end, cut, CHANNELS)
+    token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
     k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
-    g_token = inputs.g + row * strides.g[0] + head * strides.g[1]
     qs, ks = load_chunks(q_token, cut), load_chunks(k_token, cut)
     entry, age, valid = ring_order(length, oldest, cut)
     rnorms = load_ring(ring_rnorm + entry * ring_strides.k_rnorm[2], valid, cut)
@@ -315,7 +375,7 @@ def _replay_kernel(
     q_scale = rnorm(tl.sum(token.q * token.q, axis=0)) * scale
 
     # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
-    if CHANNELS:
+    if form.CHANNELS:
         k_pointers = ring_k + entry[None, :] * ring_strides.k[2] + n[:, None]
         keys = tl.load(k_pointers, mask=valid[None, :] & (n < cut.N)[:, None], other=0.0).to(tl.float32)
         keys *= tl.exp(_later(ring_g, ring_strides.g[2], token.g, oldest, length, n, cut))
@@ -326,9 +386,10 @@ def _replay_kernel(
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + token.g), 0.0)
         decay = exp(tl.sum(gs, axis=0) + token.g)
     if length == cut.L - 1:
-        if CHANNELS:
+        if form.CHANNELS:
             ring_keys = tl.trans(keys)
-            decays = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, n, cut))[None, :]
+            since = _since(ring_g, ring_strides.g[2], oldest, length, inputs, gates, strides, row, head, n, cut, form)
+            decays = exp(since)[None, :]
         else:
             ring_keys, decays = keys, decay
         raw = None
@@ -336,7 +397,7 @@ def _replay_kernel(
             ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
             ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
             beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
-            if CHANNELS:
+            if form.CHANNELS:
                 raw_keys, system = _channel_system(
                     ring_k, ring_strides.k[2], ring_g, ring_strides.g[2], rnorms, oldest, cut
                 )
@@ -346,25 +407,29 @@ def _replay_kernel(
                 seen = rnorms * exp(_sum_earlier(gs, cut))
             raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
         draws = None
-        if DRAWN:
+        if form.DRAWN:
             number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
             draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
         _flush(
             out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
             raw, head, draws, part, end, cut,
         )  # fmt: skip
-        if not DRAWN:
+        if not form.DRAWN:
             if part == 0 and head == 0:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
     else:
-        if CHANNELS:
+        if form.CHANNELS:
             kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
             q_now, k_now = (), ()
             for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
                 columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
-                since = exp(_since(ring_g, ring_strides.g[2], g_token, oldest, length, columns, cut))
-                q_now = q_now + (load_vector(q_token, columns, cut) * since,)
-                k_now = k_now + (load_vector(k_token, columns, cut) * since,)
+                kept = exp(
+                    _since(
+                        ring_g, ring_strides.g[2], oldest, length, inputs, gates, strides, row, head, columns, cut, form
+                    )
+                )
+                q_now = q_now + (load_vector(q_token, columns, cut) * kept,)
+                k_now = k_now + (load_vector(k_token, columns, cut) * kept,)
         else:
             q_now, k_now = qs, ks
             wide = keys.to(tl.float32)
@@ -379,7 +444,7 @@ def _replay_kernel(
             if ring.v is not None:
                 last_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
                 tl.store(last_beta + last * ring_strides.beta[2], token.beta)
-            if CHANNELS:
+            if form.CHANNELS:
                 tl.store(ring_g + last * ring_strides.g[2] + n, token.g, mask=n < cut.N)
             else:
                 tl.store(ring_g + last * ring_strides.g[2], token.g)
@@ -510,9 +575,9 @@ def _later(ring_g, stride, g_now, oldest, length, n, cut: tl.constexpr):
 
 
 @triton.jit
-def _since(ring_g, stride, g_token, oldest, length, n, cut: tl.constexpr):
+def _since(ring_g, stride, oldest, length, inputs, gates, strides, row, head, n, cut: tl.constexpr, form: tl.constexpr):
     """``[n]``: the checkpoint's log decay up to and with the current token."""
     j = tl.arange(0, cut.RING)
     pointers = ring_g + ((oldest + j) % cut.CAPACITY)[:, None] * stride + n[None, :]
     gs = tl.load(pointers, mask=(j < length)[:, None] & (n < cut.N)[None, :], other=0.0)
-    return tl.sum(gs, axis=0) + load_vector(g_token, n, cut)
+    return tl.sum(gs, axis=0) + _log_decays(inputs, gates, strides, row, head, n, cut, form)

@@ -9,10 +9,25 @@ NaN.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from replayssm.kernels.triton.tiles import exp
+
+
+class Gates(NamedTuple):
+    """A layer's parameters of its gates; given to a step, what its inputs hold is raw, as the projections give it.
+
+    Mamba-2: ``dt`` of the inputs is raw; ``dt_bias [H]`` or None. GDN: ``g`` and ``beta`` of the inputs are a and b;
+    ``dt_bias, A_log [HV]``. KDA: they are f and b; ``dt_bias [H,K]``, ``A_log [H]``, and ``lower_bound`` where the gate
+    is bounded. Raw inputs and parameters are float32, bfloat16 or float16; parameters are contiguous.
+    """
+
+    dt_bias: Any
+    A_log: Any = None
+    lower_bound: float | None = None
 
 
 @triton.jit

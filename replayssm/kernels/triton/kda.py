@@ -7,6 +7,7 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.formats import Rounding
 from replayssm.kernels.triton import delta
+from replayssm.kernels.triton.gates import Gates
 from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence.kda import Inputs
 
@@ -21,6 +22,7 @@ def stored_step(
     launch: Launch | None = None,
     *,
     rounding: Rounding | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
 
@@ -28,7 +30,7 @@ def stored_step(
     beta ``[B,H]`` are float32. Mutates ``out`` and ``state``; raises ``ValueError``, one line, on tensors it does
     not take.
     """
-    delta.stored_step("kda", out, state, inputs, slots, launch, rounding)
+    delta.stored_step("kda", out, state, inputs, slots, launch, rounding, gates)
 
 
 def replay_step(
@@ -39,6 +41,7 @@ def replay_step(
     launch: Launch | None = None,
     *,
     rounding: Rounding | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
@@ -46,4 +49,4 @@ def replay_step(
     ring that keeps them (``raw_fold``). The others append the token and its d. Mutates ``out``, the checkpoint and
     ``flushes`` or the ring; raises ``ValueError`` on what it does not take.
     """
-    delta.replay_step("kda", out, layer, inputs, slots, launch, rounding)
+    delta.replay_step("kda", out, layer, inputs, slots, launch, rounding, gates)

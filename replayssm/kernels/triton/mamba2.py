@@ -18,7 +18,17 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.formats import Rounding, check_rounding
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_layer, check_place, check_slots
+from replayssm.kernels.triton.arguments import (
+    INPUTS,
+    STATES,
+    WIDE,
+    check,
+    check_layer,
+    check_parameter,
+    check_place,
+    check_slots,
+)
+from replayssm.kernels.triton.gates import Gates, discretize
 from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
 from replayssm.kernels.triton.tiles import (
@@ -88,6 +98,7 @@ def stored_step(
     launch: Launch | None = None,
     *,
     rounding: Rounding | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """The recurrence for one token a row, in place; see `replayssm.kernels.triton` for dtypes and strides.
 
@@ -95,7 +106,7 @@ def stored_step(
     ``ValueError``, one line, on tensors it does not take.
     """
     check_rounding(rounding, state, stored=True)
-    strides, geometry = _check(out, state, inputs, slots)
+    strides, geometry = _check(out, state, inputs, slots, gates)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, state)
     cut = Cut.of(geometry, launch, state)
@@ -108,8 +119,10 @@ def stored_step(
             slots,
             strides,
             rounding,
+            gates,
             cut,
-            rounding is not None,
+            DRAWN=rounding is not None,
+            GATED=gates is not None,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -123,6 +136,7 @@ def replay_step(
     launch: Launch | None = None,
     *,
     rounding: Rounding | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
@@ -131,7 +145,7 @@ def replay_step(
     """
     check_layer(layer, "mamba2")
     check_rounding(rounding, layer.state, stored=False)
-    strides, geometry = _check(out, layer.state, inputs, slots)
+    strides, geometry = _check(out, layer.state, inputs, slots, gates)
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
@@ -147,14 +161,16 @@ def replay_step(
             strides,
             ring_strides,
             rounding,
+            gates,
             cut,
             DRAWN=rounding is not None,
+            GATED=gates is not None,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
 
 
-def _check(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_Strides, Geometry]:
+def _check(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor, gates: Gates | None) -> tuple[_Strides, Geometry]:
     _, H, P, N = state.shape
     rows, G = inputs.B.shape[:2]
     kind = (inputs.x.dtype,)
@@ -164,9 +180,13 @@ def _check(out: Tensor, state: Tensor, inputs: Inputs, slots: Tensor) -> tuple[_
         x=check("x", inputs.x, (rows, H, P), INPUTS),
         B=check("B", inputs.B, (rows, G, N), kind),
         C=check("C", inputs.C, (rows, G, N), kind),
-        dt=check("dt", inputs.dt, (rows, H), WIDE, scalars=True),
+        dt=check("dt", inputs.dt, (rows, H), INPUTS if gates else WIDE, scalars=True),
         z=None if inputs.z is None else check("z", inputs.z, (rows, H, P), kind),
     )
+    if gates and gates.dt_bias is not None:
+        check_parameter("gates.dt_bias", gates.dt_bias, (H,), state.device)
+    if gates and (gates.A_log is not None or gates.lower_bound is not None):
+        raise ValueError("gates.A_log and gates.lower_bound are for GDN and KDA; accepted: None, with A in the inputs")
     check("A", inputs.A, (H,), WIDE)
     if inputs.D is not None:
         check("D", inputs.D, (H,), WIDE)
@@ -186,7 +206,18 @@ def _check_ring(layer: CacheLayer, g: Geometry, inputs: Inputs) -> _RingStrides:
 
 
 @triton.jit
-def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr):
+def _step_size(dt, gates, head, GATED: tl.constexpr):
+    """dt as it is, or, GATED, what the recurrence takes for it."""
+    if GATED:
+        bias = 0.0
+        if gates.dt_bias is not None:
+            bias = tl.load(gates.dt_bias + head).to(tl.float32)
+        dt = discretize(dt, bias)
+    return dt
+
+
+@triton.jit
+def _load_token(inputs, gates, strides, row, head, p, mine, cut: tl.constexpr, GATED: tl.constexpr):
     """One row's and head's inputs in float32, x and z of the rows ``p`` and zero where not ``mine``; B and x as they
     arrived. A D or z that the layer lacks is 0.
     """
@@ -200,7 +231,7 @@ def _load_token(inputs, strides, row, head, p, mine, cut: tl.constexpr):
         x=tl.load(inputs.x + row * strides.x[0] + head * strides.x[1] + p, mask=mine, other=0.0),
         B=tl.load(inputs.B + row * strides.B[0] + group * strides.B[1] + n, mask=n < cut.N, other=0.0),
         C=load_vector(inputs.C + row * strides.C[0] + group * strides.C[1], n, cut),
-        dt=tl.load(inputs.dt + row * strides.dt[0] + head * strides.dt[1]),
+        dt=_step_size(tl.load(inputs.dt + row * strides.dt[0] + head * strides.dt[1]), gates, head, GATED),
         A=tl.load(inputs.A + head),
         D=D,
         z=z,
@@ -217,7 +248,9 @@ def _store(out, y, token, t, m, end, cut: tl.constexpr):
 
 
 @triton.jit
-def _stored_kernel(out, state, inputs, slots, strides, rounding, cut: tl.constexpr, DRAWN: tl.constexpr):
+def _stored_kernel(
+    out, state, inputs, slots, strides, rounding, gates, cut: tl.constexpr, DRAWN: tl.constexpr, GATED: tl.constexpr
+):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -227,7 +260,7 @@ def _stored_kernel(out, state, inputs, slots, strides, rounding, cut: tl.constex
     tiles = first_tile(state + slot * strides.state[0] + head * strides.state[1], part, cut)
     if cut.TILES == 1:
         S = load_state(tiles, first, end, cut)
-    token = _load_token(inputs, strides, row, head, p, p < end, cut)
+    token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, GATED)
     group = head // cut.SHARE
     Bs = load_chunks(inputs.B + row * strides.B[0] + group * strides.B[1], cut)
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
@@ -253,7 +286,18 @@ def _stored_kernel(out, state, inputs, slots, strides, rounding, cut: tl.constex
 
 @triton.jit
 def _replay_kernel(
-    out, state, ring, inputs, slots, strides, ring_strides, rounding, cut: tl.constexpr, DRAWN: tl.constexpr
+    out,
+    state,
+    ring,
+    inputs,
+    slots,
+    strides,
+    ring_strides,
+    rounding,
+    gates,
+    cut: tl.constexpr,
+    DRAWN: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
@@ -272,7 +316,7 @@ def _replay_kernel(
     S = ()
     if cut.TILES == 1:
         S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
-    token = _load_token(inputs, strides, row, head, p, p < end, cut)
+    token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, GATED)
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
     entry, age, valid = ring_order(length, oldest, cut)
     old = _Old(
