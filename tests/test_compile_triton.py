@@ -38,6 +38,43 @@ def test_two_architectures_give_two_binaries() -> None:
     assert re.fullmatch(r"80 [2-9] sm_80\n(True ?)+\n120 [2-9] sm_120a\n(True ?)+\n", done.stdout)
 
 
+BEYOND = """
+import sys; sys.path.insert(0, "tests")
+from scripts.compile_triton import *
+from replayssm.kernels.triton.gates import Gates
+import test_gates_triton, test_rounding_triton
+new = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device=DEVICE)
+long = lambda *shape: new(*shape, dtype=torch.int64)
+done = []
+for model, bound in (("nano_4b", None), ("qwen_4b", None), ("kimi", None), ("kimi", -5.0)):
+    g, kernels = MODELS[model], KERNELS[MODELS[model].family]
+    layer = ReplayCache(g, slots=2, state_dtype=torch.float16, device=DEVICE).layer(0)
+    token = make_inputs(g, 2, 1, dtype=torch.bfloat16, seed=0, device=DEVICE)[0]
+    raw = {n: getattr(token, n).bfloat16() for n in ("dt", "g", "beta") if n in token._fields}
+    given = new(2, g.heads, g.head_dim), layer, token._replace(**raw), long(2)
+    bias = new(g.heads, g.state_dim) if g.family == "kda" else new(g.heads)
+    gates = Gates(bias, None if g.family == "mamba2" else new(g.heads), bound)
+    drawn = Rounding(2**63, 1, long(2), long(2))
+    done += compiled(90, lambda: kernels.replay_step(*given, gates=gates))
+    done += compiled(90, lambda: kernels.stored_step(given[0], layer.state, *given[2:], gates=gates, rounding=drawn))
+x, wide = new(2, 3, 5, 24, dtype=torch.float32), new(64, dtype=torch.float32)
+call = x.half(), long(2, 3, 5, 24), x, long(2), long(2), 3, 5, 15, 24, 4, 8
+done += compiled(90, lambda: test_rounding_triton._round[(8,)](*call))
+done += compiled(90, lambda: test_gates_triton._sigmoid[(1,)](wide, wide, 64))
+done += compiled(90, lambda: test_gates_triton._log_decay[(1,)](wide, wide, wide, wide, 64, -5.0))
+done += compiled(90, lambda: test_gates_triton._discretize[(1,)](wide, wide, wide, 0.0, 1.0, 64))
+print(len(done))
+"""
+
+
+def test_paths_beyond_the_declared_set_compile() -> None:
+    """Gates from raw inputs, stored steps that round stochastically, the kernels of tests: the interpreter takes more
+    than the compiler does."""
+    done = run("-c", BEYOND)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["12"]
+
+
 def test_the_declared_set_is_every_kernel_and_architecture() -> None:
     cases = script.declared()
     assert len(set(cases)) == len(cases)
@@ -55,10 +92,10 @@ def test_the_committed_table_is_of_the_declared_set_within_the_limit() -> None:
     wanted = {
         (f"sm_{c.architecture}", c.model, c.state, str(c.batch_size), step)
         for c in script.declared()
-        for step in ("stored", "replay")
+        for step in script.steps(c)
     }
     assert named == wanted
-    assert max(int(r["stack_bytes"]) for r in rows) <= script.STACK_LIMIT_BYTES
+    assert script.beyond_limit(rows, script.STACK_LIMIT_BYTES) == []
 
 
 def row(**changed: object) -> dict[str, object]:
