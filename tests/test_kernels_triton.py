@@ -303,6 +303,13 @@ def test_bad_arguments_are_refused_before_anything_changes(family: str) -> None:
     assert same_bits(step.layer.state, before)
 
 
+def test_channel_decays_lie_side_by_side() -> None:
+    step = Step("kda", [0], 3, head_dim=4)
+    apart = step.inputs._replace(g=step.inputs.g.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match=r"^g has strides .*; accepted: a contiguous last axis$"):
+        kda.replay_step(step.out, step.layer, apart, step.slots.to(DEVICE))
+
+
 @pytest.mark.parametrize("field", ["rows", "warps", "lanes"])
 def test_impossible_launches_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=rf"^{field}=3 is impossible; accepted: a power of two$"):

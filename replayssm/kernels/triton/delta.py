@@ -212,7 +212,10 @@ def _check(
         q=check("q", inputs.q, (rows, HK, K), kind),
         k=check("k", inputs.k, (rows, HK, K), kind),
         v=check("v", inputs.v, (rows, H, V), INPUTS),
-        g=check("g", inputs.g, decays, INPUTS if gates else WIDE, scalars=True),
+        g=(
+            *check("g", inputs.g, decays, INPUTS if gates else WIDE, scalars=len(decays) == 2),
+            *[1] * (len(decays) - 2),
+        ),
         beta=check("beta", inputs.beta, (rows, H), INPUTS if gates else WIDE, scalars=True),
     )
     if gates:
