@@ -29,7 +29,8 @@ from replayssm.kernels.triton.arguments import (
     check_slots,
 )
 from replayssm.kernels.triton.gates import Gates, discretize
-from replayssm.kernels.triton.launch import Cut, Launch, replay_launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch
+from replayssm.kernels.triton.launch_table import launch_for
 from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
 from replayssm.kernels.triton.tiles import (
     exp,
