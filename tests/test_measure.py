@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import records
 
+from experiments.case import known_arms
 from experiments.measure import journal, provenance, sources, timing, worker
 from experiments.measure.journal import Journal, finished
 from experiments.measure.record import Comparison, Correctness, Record
+from replayssm.peers import fla, flashinfer, mamba_ssm, vllm
 
 
 def test_a_journal_is_created_once_and_only_grows(tmp_path: Path) -> None:
@@ -110,6 +112,11 @@ def test_arm_sources_are_what_runs_inside_a_sample() -> None:
     of_cpu = sources.arm_sources("replay/cpu")
     assert {f"replayssm/kernels/cpu/{name}.py" for name in ("mamba2", "gdn", "kda", "delta", "lanes")} <= set(of_cpu)
     assert "replayssm/kernels/torch/stored.py" in of_stored
+    of_triton = sources.arm_sources("replay/triton")
+    assert {f"replayssm/kernels/triton/{name}.py" for name in ("mamba2", "gdn", "kda", "launch", "commit")} <= set(
+        of_triton
+    )
+    assert "experiments/measure/tuning.py" in sources.arm_sources("stored/vllm-tuned")
 
 
 def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +131,36 @@ def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypat
     assert sources.arm_hash("replay/new") == before
     (tmp_path / "replayssm" / "deep.py").write_text("x = 2\n")
     assert sources.arm_hash("replay/new") != before
+
+
+@pytest.mark.parametrize(
+    ("distribution", "arms"),
+    [
+        ("triton", {"stored/triton", "replay/triton", "stored/vllm", "replay/vllm", "stored/fla", "replay/flashinfer"}),
+        ("vllm", {"stored/vllm", "stored/vllm-tuned", "replay/vllm"}),
+        ("fla-core", {"stored/fla"}),
+        ("mamba-ssm", {"stored/mamba-ssm"}),
+        ("flashinfer-python", {"stored/flashinfer", "replay/flashinfer"}),
+    ],
+)
+def test_arm_hash_follows_what_is_installed(distribution: str, arms: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an arm that was unsupported for want of its peer would be skipped once that is there."""
+    of_all = known_arms()
+    monkeypatch.setattr(sources, "_version", lambda name: None)
+    before = {arm: sources.arm_hash(arm) for arm in of_all}
+    monkeypatch.setattr(sources, "_version", lambda name: "1.0" if name == distribution else None)
+    changed = {arm for arm in of_all if sources.arm_hash(arm) != before[arm]}
+    assert arms <= changed
+    assert not changed & {"stored/cpu", "replay/cpu", "stored/torch", "replay/torch"}
+    if distribution != "triton":
+        assert changed == arms
+
+
+def test_every_distribution_of_a_peer_is_in_the_hash_and_in_the_record() -> None:
+    for peer in (vllm, fla, mamba_ssm, flashinfer):
+        name = peer.__name__.rpartition(".")[2]
+        assert set(peer.PEER.distributions) <= set(sources.INSTALLED[f"replayssm/peers/{name}.py"])
+        assert set(peer.PEER.distributions) <= set(provenance.PACKAGES)
 
 
 def test_arms_are_compared_with_the_first_and_none_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
-PACKAGES += ("vllm", "flashinfer-python", "flash-linear-attention", "mamba-ssm")
+PACKAGES += ("vllm", "flashinfer-python", "flash-linear-attention", "fla-core", "mamba-ssm")
 VARIABLES = ("OMP_", "MKL_", "NUMBA_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH_", "CUDA_", "TRITON_", "MALLOC_")
 _CPU = Path("/sys/devices/system/cpu")
 

@@ -1,7 +1,9 @@
 """Which source files an arm consists of, and their hash: part of the resume key; changed code is measured again.
 
 Found by walking the import statements of the arm's file, without importing anything. What is timed around the arm's
-kernel (`experiments.measure.layers`) and the inputs belong to it; the rest of the harness does not run inside a sample.
+kernel (`experiments.measure.layers`), the inputs, and what chooses a launch configuration belong to it; the rest of the
+harness does not run inside a sample. Kernels of another project, and what Triton makes of ours, change with the
+installed version, which the hash therefore covers: an arm whose peer was installed since is run.
 """
 
 from __future__ import annotations
@@ -9,12 +11,23 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {"replayssm/kernels/triton/launch_table.py": "launches/*.csv"}
 """Files beside a source that decide what it does, by their pattern."""
 PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", "experiments.measure.layers")
+PACKAGES += ("experiments.measure.tuning",)
+INSTALLED = {
+    "replayssm/kernels/triton/": ("triton",),
+    "replayssm/peers/": ("triton",),
+    "replayssm/peers/vllm.py": ("vllm", "regex"),
+    "replayssm/peers/fla.py": ("fla-core", "flash-linear-attention"),
+    "replayssm/peers/mamba_ssm.py": ("mamba-ssm", "einops"),
+    "replayssm/peers/flashinfer.py": ("flashinfer-python",),
+}
+"""Beginning of a source's path -> the distributions whose version decides what it runs, and whether it runs."""
 
 
 def arm_file(arm: str) -> Path:
@@ -40,9 +53,20 @@ def arm_sources(arm: str) -> dict[str, str]:
 
 
 def arm_hash(arm: str) -> str:
-    """First 16 hexadecimal digits of the hash over `arm_sources`."""
-    lines = [f"{path} {digest}" for path, digest in arm_sources(arm).items()]
+    """First 16 hexadecimal digits of the hash over `arm_sources` and the installed versions that they depend on."""
+    found = arm_sources(arm)
+    lines = [f"{path} {digest}" for path, digest in found.items()]
+    names = {name for start, names in INSTALLED.items() for name in names if any(p.startswith(start) for p in found)}
+    lines += [f"{name} {_version(name)}" for name in sorted(names)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _version(distribution: str) -> str | None:
+    """The installed version; None if there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @functools.lru_cache(maxsize=256)
