@@ -131,8 +131,14 @@ def one_write_an_interval(question: Question) -> Finding:
 
 
 def float_equality(question: Question) -> Finding:
-    """Largest error over its budget in every check of every fp32 replay record. Inputs are random: an analogue."""
-    records, failures = replay_records(question)
+    """Largest error over its budget in every check of every fp32 replay record. Inputs are random: an analogue.
+
+    The budget is that of an honest version. Arms that round more than one would, and whose record says by what they
+    were judged instead, cannot support the claim; the note names them.
+    """
+    passed, failures = replay_records(question)
+    records = [r for r in passed if "budget" not in r.arm_config]
+    looser = sorted({r.arm for r in passed if "budget" in r.arm_config})
     checks = [c for r in records for b in r.correctness for c in b.comparisons]
     wrong = [r for r in failures if any(not c.passed for b in r.correctness for c in b.comparisons)]
     rows = as_rows([*records, *wrong])
@@ -145,7 +151,8 @@ def float_equality(question: Question) -> Finding:
         parts.append(f"{len(checks)} comparisons ({_families(rows)})")
     parts += [f"{len(wrong)} records above their budget"] if wrong else []
     difference = f"{differed(rows)}; data: random inputs, not a model's".lstrip("; ")
-    return Finding("; ".join(parts), AGAINST if wrong else SUPPORTED, difference, "against float64")
+    note = "against float64" + (f"; left out, judged by budgets of their own: {', '.join(looser)}" if looser else "")
+    return Finding("; ".join(parts), AGAINST if wrong else SUPPORTED, difference, note)
 
 
 def traffic_halved(question: Question) -> Finding:

@@ -10,6 +10,7 @@ from records import ARMS, case, check, group, traffic, write
 
 from analysis import claims, published, rules, tables
 from analysis.load import load
+from experiments.measure.record import MOMENTS, Comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS = ROOT / "results" / "paper" / "claims.toml"
@@ -328,6 +329,21 @@ def test_an_incorrect_replay_arm_contradicts(tmp_path, block, claim):
     found = verdicts(tmp_path, *groups)
     assert found[claim].verdict == rules.AGAINST
     assert {found[c].verdict for c in ("same-outputs", "one-write-an-interval")} == {rules.AGAINST, rules.SUPPORTED}
+
+
+def test_an_arm_with_a_budget_of_its_own_supports_no_equality(tmp_path):
+    def with_budget(records):
+        rough = tuple(replace(check(m), comparisons=(Comparison("state", 1.5e-3, 2.5e-3),)) for m in MOMENTS)
+        of_its_own = {"correctness": rough, "arm_config": {"budget": "of a version that rounds"}}
+        return [replace(r, **of_its_own) if r.arm == "replay/vllm" else r for r in records]
+
+    both = with_budget(group(case(batch=64), arms=ARMS | {"replay/vllm": 0.7}))
+    found = verdicts(tmp_path / "both", both)["same-outputs"]
+    assert found.verdict == rules.SUPPORTED
+    assert "error 1.0e-06 of a budget of 4.0e-06" in found.ours
+    assert found.note == "against float64; left out, judged by budgets of their own: replay/vllm"
+    alone = with_budget(group(case(batch=64), arms={"stored/cpu": 1.0, "replay/vllm": 0.7}))
+    assert verdicts(tmp_path / "alone", alone)["same-outputs"].verdict == rules.NOT_RUN
 
 
 def test_published_numbers_are_readable_and_cite_public_sources():
