@@ -43,6 +43,7 @@ MAX_BATCH_SIZE = 1_000_000
 PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
 DEVICES = ("cpu", "cuda")
+EXAMPLE_ARMS = {"cpu": "stored/cpu,replay/cpu", "cuda": "stored/triton,replay/triton"}
 TRACKERS = ("none",)
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
@@ -198,7 +199,7 @@ def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
             raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")
         return tuple(sorted(fit, key=lambda arm: (not arm.startswith("stored/"), arm)))
     if not isinstance(arms, list) or not arms:
-        such = "at least one, such as 'arms=[stored/cpu,replay/cpu]'"
+        such = f"at least one, such as 'arms=[{EXAMPLE_ARMS[device]}]'"
         raise refuse("arms", arms, f"{DEFAULT_ARMS}, or {example}, {such}")
     for arm in arms:
         if not isinstance(arm, str) or arm not in known:

@@ -274,6 +274,9 @@ def main() -> int:
     chosen.add_argument("--interval-length", type=int)
     chosen.add_argument("--launch", type=parse_launch, help="fields of Launch, e.g. rows=8,tiles=10,warps=1")
     options = parser.parse_args()
+    for name, values in (("workers", [options.workers]), ("batch-sizes", options.batch_sizes or [])):
+        if min(values, default=1) < 1:
+            parser.error(f"--{name} {min(values)} is impossible; accepted: at least 1")
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set; accepted: unset, since the interpreter compiles nothing")
     selected = any(vars(options)[action.dest] is not None for action in chosen._group_actions)

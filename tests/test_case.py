@@ -113,6 +113,7 @@ def test_all_cores_are_resolved() -> None:
         ({"precision.inputs": "nvfp4"}, ["precision.inputs=nvfp4", "bf16, fp32"]),
         ({"precision": 3}, ["precision=3", "group of options"]),
         ({"arms": []}, ["arms=[]", "at least one", "'arms=[stored/cpu,replay/cpu]'"]),
+        ({"device": "cuda", "threads": 0, "arms": []}, ["arms=[]", "'arms=[stored/triton,replay/triton]'"]),
         ({"arms": "stored/slow"}, ["arms=stored/slow", "a list"]),
         ({"arms": ["stored/gpu"]}, ["arms=stored/gpu", "replay/half, replay/very-fast, stored/slow"]),
         ({"arms": ["stored/slow", "stored/slow"]}, ["arms=stored/slow", "repeated", "once"]),

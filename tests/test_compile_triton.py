@@ -139,6 +139,8 @@ def test_a_kernel_that_does_not_compile_fails_the_run() -> None:
         (["--launch", "rows=3,tiles=1,warps=1"], "rows=3 is impossible"),
         (["--launch", "8,1,1"], "accepted: rows=8,tiles=10,warps=1"),
         (["--models", "gpt"], "invalid choice: 'gpt'"),
+        (["--workers", "0"], "--workers 0 is impossible; accepted: at least 1"),
+        (["--batch-sizes", "8", "0"], "--batch-sizes 0 is impossible; accepted: at least 1"),
     ],
 )
 def test_bad_options_are_refused(
