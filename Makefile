@@ -24,6 +24,7 @@ test: ## run every test that needs no GPU
 
 test-gpu: ## run the tests that need an NVIDIA GPU, compute-sanitizer's checks among them where a CUDA toolkit is found
 	@$(SETUP) --extras dev
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("no NVIDIA GPU: torch.cuda.is_available() is False; accepted: a machine with one and the gpu set of packages, see ENVIRONMENT")'
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: ## check style, formatting, types and that notebooks hold no outputs; changes nothing

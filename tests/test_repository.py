@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -215,3 +216,13 @@ def test_make_lists_every_target() -> None:
     printed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {"reproduce", "test", "lint", "format", "check", "clean"} <= targets
     assert {line.split()[1] for line in printed.splitlines() if line.startswith("make ")} == targets
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_test_gpu_does_not_pass_without_one() -> None:
+    """Else every test would be skipped, with exit status 0."""
+    here = ("PYTHON=true", f"BIN={pathlib.Path(sys.executable).parent}", "PYTEST_ARGS=--collect-only")
+    made = subprocess.run(["make", "-s", "test-gpu", *here], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode != 0
+    assert "no NVIDIA GPU" in made.stderr
+    assert made.stdout == ""
