@@ -24,7 +24,6 @@ from analysis.cells import strongest, weaknesses
 
 NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", *gpu_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
-WEAK = "one process, few rounds or noisy"
 DODGE = 0.22
 """Shift of staggered phases to the right, in doublings, so that their points do not hide aligned ones."""
 
@@ -291,7 +290,9 @@ def _weak(row: Any) -> bool:
 
 
 def _weak_legend(rows: pd.DataFrame) -> list[Line2D]:
-    return [Line2D([], [], label=WEAK, **style.hollow(style.INK, "o"))] if any(map(_weak, rows.itertuples())) else []
+    return (
+        [Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o"))] if any(map(_weak, rows.itertuples())) else []
+    )
 
 
 def _lengths(measured: pd.DataFrame, failed: pd.DataFrame) -> dict[style.Facet, int]:

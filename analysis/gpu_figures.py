@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import style
+from analysis.cells import weaknesses
 
 NAMES = ("roof_share_by_batch", "step_by_ring_length")
 
@@ -35,8 +36,11 @@ def roof_share_by_batch(roofs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     length = int(max(lengths.index, key=lambda n: (lengths[n], n == 16, n)))
     shown = roofs[roofs["interval_length"] == length].sort_values("share", kind="stable")
     shown = shown.drop_duplicates([*style.FACET, "batch_size", "arm", "inputs"])
+    shown = shown.assign(weak=[bool(weaknesses(r.processes, r.rounds, r.aa_noise)) for r in shown.itertuples()])
     facets, looks = style.facets(shown), style.arm_look(list(shown["arm"]))
     legend = [Line2D([], [], label=arm, **looks[arm]) for arm in sorted(looks, key=lambda a: (a.split("/")[0], a))]
+    if shown["weak"].any():
+        legend.append(Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o")))
     figure, axes = style.panels(style.rows(facets), legend)
     top = max(1.0, float(shown["high"].max()))
     for ax, facet in zip(axes, facets, strict=True):
@@ -46,6 +50,8 @@ def roof_share_by_batch(roofs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
             where = [math.log2(v) for v in line["batch_size"]]
             bars = [line["share"] - line["low"], line["high"] - line["share"]]
             ax.errorbar(where, line["share"], yerr=bars, capsize=2.5, elinewidth=1.2, **looks[arm])
+            for row in line[line["weak"]].itertuples():
+                ax.plot(math.log2(row.batch_size), row.share, zorder=5, **style.hollow(**looks[arm]))
         ax.axhline(1, color=style.INK, lw=0.9, zorder=2)
         ax.set_ylim(0, math.ceil(top * 10 + 0.5) / 10)
         style.doubling_axis(ax, [int(v) for v in part["batch_size"]], "batch size")

@@ -26,7 +26,7 @@ CAPTIONS = {
     "stored updates at that of an in-place update. Every case measures both anew; the bands reach from the lowest to "
     "the highest. Of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
     "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
-    "of two flush phases the slower. 95 % intervals.",
+    "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
     "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
     "flushes. Stored steps do not depend on it.",
     "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "

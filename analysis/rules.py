@@ -178,10 +178,15 @@ def ideal_gain(question: Question) -> Finding:
     wrong = [r.ideal_bytes < floor or (r.low > ceiling and not _weak(r)) for r in rows]
     beyond = [r for r in rows if r.low > r.ideal_bytes]
     answers = [NO if no else OPEN if r in beyond else YES for r, no in zip(rows, wrong, strict=True)]
-    note = "; ".join(f"{r.arm} gains {r.speedup:.2f}x, more than bytes explain ({r.model})" for r in beyond)
+    note = "; ".join(dict.fromkeys(map(_beyond_bytes, beyond)))
     ideals, measured = [r.ideal_bytes for r in rows], [r.speedup for r in rows]
     ours = f"{_span(ideals)} from bytes; {_span(measured)} measured"
     return Finding(ours, _verdict(answers, rows), differed(rows), note)
+
+
+def _beyond_bytes(row: Any) -> str:
+    allowed = "" if pd.isna(row.ideal_roof) else f"; the measured bandwidths allow {row.ideal_roof:.2f}x"
+    return f"{row.arm} gains {row.speedup:.2f}x, more than bytes explain ({row.model}, {row.phase}{allowed})"
 
 
 def ring_cost(question: Question) -> Finding:

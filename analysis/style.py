@@ -26,6 +26,7 @@ INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 FAILED = "#B22222"
+WEAK = "one process, few rounds or noisy"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
 SMALL: dict[str, Any] = {"ha": "center", "fontsize": 7, "color": MUTED}
 SERIES_FIELDS = ("inputs", "phase", "threads")

@@ -364,10 +364,10 @@ def test_points_of_one_process_are_hollow_and_the_legend_says_why(tmp_path):
     for name, draw, arms in (("speedups", axes_of, 2), ("roofs", roofs_of, 4)):
         axes = draw(tmp_path / name, *groups)
         assert len(hollow(axes[0])) == arms
-        assert figures.WEAK in legend(axes)
+        assert style.WEAK in legend(axes)
         good = draw(tmp_path / f"good-{name}", *groups[:2])
         assert hollow(good[0]) == []
-        assert figures.WEAK not in legend(good)
+        assert style.WEAK not in legend(good)
 
 
 def test_a_model_that_was_run_at_another_interval_length_only_is_drawn_and_says_so(tmp_path):

@@ -83,6 +83,17 @@ def test_each_state_format_has_its_panels(tmp_path, paper):
     assert {len(line.get_xdata()) for line in steps[0].lines} == {2, 16}
 
 
+def test_shares_of_one_process_are_hollow_and_the_legend_says_why(tmp_path, paper):
+    def drawn(name, *groups):
+        figure = gpu_figures.roof_share_by_batch(found_in(tmp_path / name, *groups)["roofs"], paper)
+        hollow = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
+        return len(hollow), style.WEAK in {text.get_text() for text in figure.legends[0].get_texts()}
+
+    sound = [gpu_group(replicate=r, seed=r) for r in range(2)]
+    assert drawn("sound", *sound) == (0, False)
+    assert drawn("weak", *sound, gpu_group(batch=8)) == (5, True)
+
+
 def test_bars_are_for_cpus(tmp_path, paper):
     found = found_in(tmp_path / "records", gpu_group())
     assert "bandwidth" not in figures.draw(found, paper, tmp_path / "drawn")
