@@ -127,18 +127,20 @@ def one_write_an_interval(question: Question) -> Finding:
         return not_run(question)
     ours = f"flushes as expected in {len(blocks)} checks of {len(records)} records ({_families(rows)})"
     ours += f"; {len(wrong)} records with another count" if wrong else ""
-    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), "counted by the kernels")
+    elsewhere = sorted({r.arm for r in [*records, *wrong] if "cursor" in r.arm_config})
+    told = f"; for {', '.join(elsewhere)} by the launch that moves cursors" if elsewhere else ""
+    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), f"counted by the kernels{told}")
 
 
 def float_equality(question: Question) -> Finding:
     """Largest error over its budget in every check of every fp32 replay record. Inputs are random: an analogue.
 
     The budget is that of an honest version. Arms that round more than one would, and whose record says by what they
-    were judged instead, cannot support the claim; the note names them.
+    were judged instead, can neither support nor contradict the claim; the note names them.
     """
-    passed, failures = replay_records(question)
-    records = [r for r in passed if "budget" not in r.arm_config]
-    looser = sorted({r.arm for r in passed if "budget" in r.arm_config})
+    found = replay_records(question)
+    records, failures = ([r for r in part if "budget" not in r.arm_config] for part in found)
+    looser = sorted({r.arm for part in found for r in part if "budget" in r.arm_config})
     checks = [c for r in records for b in r.correctness for c in b.comparisons]
     wrong = [r for r in failures if any(not c.passed for b in r.correctness for c in b.comparisons)]
     rows = as_rows([*records, *wrong])

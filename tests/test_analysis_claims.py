@@ -347,6 +347,18 @@ def test_an_arm_with_a_budget_of_its_own_supports_no_equality(tmp_path):
     assert found.note == "against float64; left out, judged by budgets of their own: replay/vllm"
     alone = with_budget(group(case(batch=64), arms={"stored/cpu": 1.0, "replay/vllm": 0.7}))
     assert verdicts(tmp_path / "alone", alone)["same-outputs"].verdict == rules.NOT_RUN
+    failed = group(case(batch=64), arms=ARMS | {"replay/vllm": 0.7}, failed={"replay/vllm": "incorrect"})
+    worse = [replace(r, correctness=(check("before", error=1e-2),)) for r in failed if not r.samples_ns]
+    worse = [replace(r, arm_config={"budget": "of a version that rounds"}) for r in worse]
+    wrong = verdicts(tmp_path / "wrong", [r for r in failed if r.samples_ns] + worse)["same-outputs"]
+    assert (wrong.verdict, wrong.note) == (rules.SUPPORTED, found.note)
+
+
+def test_flushes_that_a_kernel_does_not_count_are_told(tmp_path):
+    records = group(case(batch=64), arms=ARMS | {"replay/vllm": 0.7})
+    records = [replace(r, arm_config={"cursor": "moved by ours"}) if r.arm == "replay/vllm" else r for r in records]
+    found = verdicts(tmp_path, records)["one-write-an-interval"]
+    assert found.note == "counted by the kernels; for replay/vllm by the launch that moves cursors"
 
 
 def test_published_numbers_are_readable_and_cite_public_sources():
