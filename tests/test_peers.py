@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -436,9 +437,14 @@ def test_cursors_of_a_replay_peer_count_flushes_and_leave_padding_alone() -> Non
 
 
 def test_tuning_takes_the_fastest_and_keeps_what_failed() -> None:
+    alive: list[int] = []
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
+
     class Layers:
         def __init__(self, of: Case, copies: int, rounds: int) -> None:
             self.rounds = rounds
+            alive.append(len(made))
+            made.add(self)
 
         def run_steps(self) -> None:
             if not self.rounds:
@@ -450,5 +456,6 @@ def test_tuning_takes_the_fastest_and_keeps_what_failed() -> None:
     assert best == 1
     assert told["0"] == "ValueError: no such launch"
     assert set(told) == {"0", "1", "50"}
+    assert alive == [0, 0, 0]  # no candidate's memory is taken by the one before it
     with pytest.raises(RuntimeError, match=r"^no launch configuration runs: \{'0'"):
         tuning.fastest(case("mamba2"), [0], Layers)

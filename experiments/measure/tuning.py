@@ -27,6 +27,7 @@ def fastest(
     told: dict[str, int | str] = {}
     best: tuple[float, Candidate] | None = None
     for candidate in candidates:
+        layers = run = None  # those of the last candidate make room first, or this one could fail for want of it
         try:
             layers = prepare(case, copies, candidate)
             layers.run_steps()
