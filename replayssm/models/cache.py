@@ -1,0 +1,137 @@
+"""What a model remembers of its requests, by slot: keys and values, convolution states, and the recurrent states.
+
+The recurrent states are behind `States`, which is the arm: where they are kept and which step function reads and
+writes them. Everything else of the cache is the same for all arms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from replayssm.cache import CacheLayer, ReplayCache
+from replayssm.geometry import Geometry
+
+StoredStep = Callable[[Tensor, Tensor, Any, Tensor], None]
+ReplayStep = Callable[[Tensor, CacheLayer, Any, Tensor], None]
+
+
+class States(Protocol):
+    """The recurrent states of all state-space layers, and how one token moves them.
+
+    ``number`` counts state-space layers from 0. ``slots [B]`` int64, -1 for padding, as in `replayssm.kernels`.
+    """
+
+    geometry: Geometry
+    layers: int
+    slots: int
+
+    def load(self, slots: Sequence[int], states: Tensor) -> None:
+        """Start requests from ``states [layers,B,H,P,N]``, as a prompt leaves them."""
+
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
+        """One token a row of one layer, into ``out [B,H,P]``."""
+
+    def commit(self, slots: Tensor) -> None:
+        """End the token, after all layers."""
+
+
+class StoredStates:
+    """Arm ``stored``: ``state [layers,S,H,P,N]``, read and written at every token by ``step``."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        step: StoredStep,
+        *,
+        slots: int,
+        layers: int,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.geometry, self.layers, self.slots = geometry, layers, slots
+        shape = (layers, slots, geometry.heads, geometry.head_dim, geometry.state_dim)
+        self.state = torch.full(shape, torch.nan, dtype=state_dtype, device=device)
+        self._step = step
+
+    def load(self, slots: Sequence[int], states: Tensor) -> None:
+        self.state[:, list(slots)] = states.to(self.state)
+
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
+        self._step(out, self.state[number], contiguous(inputs), slots)
+
+    def commit(self, slots: Tensor) -> None:
+        """Nothing: the step wrote the state."""
+
+
+class ReplayStates:
+    """Arm ``replay``: checkpoints, rings and cursors of a `ReplayCache`, all of whose slots it takes.
+
+    ``commit(cache, slots)`` moves the cursors; the default asks the host for the slots, which a CUDA graph may not.
+    """
+
+    def __init__(
+        self, cache: ReplayCache, step: ReplayStep, commit: Callable[[ReplayCache, Tensor], None] | None = None
+    ) -> None:
+        self.geometry, self.layers, self.slots = cache.geometry, cache.layers, cache.slots
+        self.cache = cache
+        self._handles = sorted(cache.allocate(cache.slots), key=lambda handle: handle.index)
+        self._layers = [cache.layer(number) for number in range(cache.layers)]
+        self._step, self._commit = step, commit
+
+    def load(self, slots: Sequence[int], states: Tensor) -> None:
+        self.cache.load_state(self.cache.batch([self._handles[slot] for slot in slots]), states)
+
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
+        self._step(out, self._layers[number], contiguous(inputs), slots)
+
+    def commit(self, slots: Tensor) -> None:
+        if self._commit is not None:
+            self._commit(self.cache, slots)
+        else:
+            live = [None if slot < 0 else self._handles[slot] for slot in slots.tolist()]
+            self.cache.commit(self.cache.batch(live))
+
+
+class ModelCache:
+    """Keys, values and convolution states of S slots, beside their recurrent ``states``.
+
+    ``keys, values [attention layers,S,KV heads,capacity,head_dim]``, zero where nothing was written; ``conv
+    [state-space layers,S,channels,K-1]``, the last inputs of each convolution, oldest first; ``length [S]`` int64, the
+    tokens of each slot. Made by `Decoder.new_cache`.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        *,
+        slots: int,
+        capacity: int,
+        attention: tuple[int, int, int],
+        conv: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """``attention``: layers, KV heads, head_dim; ``conv``: channels, K. Raises ``ValueError`` on sizes below 1."""
+        if slots < 1 or capacity < 1 or states.slots != slots:
+            raise ValueError(
+                f"slots={slots} and capacity={capacity} with states of {states.slots} slots are impossible; "
+                "accepted: at least 1 each, and as many slots as the states have"
+            )
+        layers, heads, head_dim = attention
+        self.states, self.slots, self.capacity = states, slots, capacity
+        self.keys = torch.zeros(layers, slots, heads, capacity, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.conv = torch.zeros(states.layers, slots, conv[0], conv[1] - 1, dtype=dtype, device=device)
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.all_slots = torch.arange(slots, device=device)
+
+
+def contiguous(inputs: Any) -> Any:
+    """A family's inputs as the CPU's kernels take them; a GPU's take the strided views of the projections."""
+    if not inputs[0].is_cpu:
+        return inputs
+    return type(inputs)(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
