@@ -43,11 +43,12 @@ def load_model(
     model = _empty(_config(folder), dtype, device)
     with ExitStack() as stack:
         found = _found(folder, stack)
-        _refuse_other_names(model, found, folder)
-        for name, target in model.tensors(set(found)):
-            _refuse_other_shape(name, target, found[name].get_slice(name), folder)
+        tensors = dict(model.tensors(set(found)))
+        _refuse_other_dtypes(tensors, found, folder)
+        _refuse_other_names(model, tensors, found, folder)
+        _refuse_other_shapes(tensors, found, folder)
         with torch.no_grad():
-            for name, target in model.tensors(set(found)):
+            for name, target in tensors.items():
                 target.copy_(found[name].get_tensor(name))
             _refuse_other_head(model, found, folder)
     return model
@@ -152,26 +153,32 @@ def _found(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _refuse_other_names(model: Decoder, found: Mapping[str, Any], folder: Path) -> None:
-    wanted = {name for name, _ in model.tensors(set(found))}
-    missing = sorted(wanted - set(found))
+def _refuse_other_dtypes(tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
+    for name in tensors.keys() & found.keys():
+        dtype = found[name].get_slice(name).get_dtype()
+        if dtype not in FLOATS:
+            raise ModelError(
+                f"{folder}: {name} has dtype {dtype}; accepted: {', '.join(FLOATS)}; run quantised weights with the "
+                "vLLM engine"
+            )
+
+
+def _refuse_other_names(model: Decoder, tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
+    missing = sorted(tensors.keys() - found.keys())
     if missing:
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json asks for")
-    more = {name for name in set(found) - wanted if not name.startswith(model.skipped)}
+    more = {name for name in found.keys() - tensors.keys() if not name.startswith(model.skipped)}
     if getattr(model.config, "tie_word_embeddings", False):
         more.discard("lm_head.weight")
     if more:
         raise ModelError(f"{folder} holds {_some(sorted(more))}, which its config.json has no place for")
 
 
-def _refuse_other_shape(name: str, target: Tensor, given: Any, folder: Path) -> None:
-    if given.get_dtype() not in FLOATS:
-        raise ModelError(
-            f"{folder}: {name} has dtype {given.get_dtype()}; accepted: {', '.join(FLOATS)}; run quantised weights "
-            "with the vLLM engine"
-        )
-    if list(given.get_shape()) != list(target.shape):
-        raise ModelError(f"{folder}: {name} has shape {given.get_shape()}; accepted: {list(target.shape)}")
+def _refuse_other_shapes(tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
+    for name, target in tensors.items():
+        shape = list(found[name].get_slice(name).get_shape())
+        if shape != list(target.shape):
+            raise ModelError(f"{folder}: {name} has shape {shape}; accepted: {list(target.shape)}")
 
 
 def _refuse_other_head(model: Decoder, found: Mapping[str, Any], folder: Path) -> None:

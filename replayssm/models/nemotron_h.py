@@ -69,13 +69,10 @@ class NemotronHConfig:
         blocks = _blocks(o)
         sizes: dict[str, Any] = {}
         if "full_attention" in blocks:
-            sizes["num_attention_heads"] = o.size("num_attention_heads")
-            sizes["num_key_value_heads"] = o.size("num_key_value_heads", default=sizes["num_attention_heads"])
-            sizes["head_dim"] = o.size("head_dim", "attention_head_dim", default=128)
-            if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
-                raise o.refusal(
-                    "num_key_value_heads", sizes["num_key_value_heads"], f"a divisor of {sizes['num_attention_heads']}"
-                )
+            heads = o.size("num_attention_heads")
+            kv_heads = o.divisor("num_key_value_heads", o.size("num_key_value_heads", default=heads), heads)
+            head_dim = o.size("head_dim", "attention_head_dim", default=128)
+            sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
         if "mlp" in blocks:
             sizes["intermediate_size"] = o.size("intermediate_size")
         if "moe" in blocks:
@@ -83,14 +80,15 @@ class NemotronHConfig:
             for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
                 sizes[name] = o.size(name)
             sizes |= _routing(o)
+        mamba_heads = o.size("mamba_num_heads")
         return cls(
             vocab_size=o.size("vocab_size"),
             hidden_size=o.size("hidden_size"),
             layers_block_type=blocks,
-            mamba_num_heads=o.size("mamba_num_heads"),
+            mamba_num_heads=mamba_heads,
             mamba_head_dim=o.size("mamba_head_dim"),
             ssm_state_size=o.size("ssm_state_size"),
-            n_groups=o.size("n_groups", "mamba_n_groups"),
+            n_groups=o.divisor("n_groups", o.size("n_groups", "mamba_n_groups"), mamba_heads),
             conv_kernel=o.size("conv_kernel", "mamba_d_conv", default=4),
             use_conv_bias=o.flag("use_conv_bias", True),
             use_bias=o.flag("use_bias", False),

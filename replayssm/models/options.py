@@ -61,6 +61,12 @@ class Options:
             raise self.refusal(name, value, f"a list of {', '.join(accepted)}")
         return tuple(value)
 
+    def divisor(self, name: str, value: int, of: int) -> int:
+        """``value`` of the option ``name``, where it divides ``of``."""
+        if of % value:
+            raise self.refusal(name, value, f"a divisor of {of}")
+        return value
+
     def refusal(self, name: str, value: Any, accepted: str) -> ModelError:
         what = f"{name} is missing" if value is None else f"{name}={value!r} is unsupported"
         return ModelError(f"{self.source}: {what}; accepted: {accepted}")

@@ -62,9 +62,7 @@ class Qwen35Config:
         o.only("mlp_only_layers", [])
         tied = o.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", False))
         whole.only("tie_word_embeddings", tied)
-        heads, kv_heads = o.size("num_attention_heads"), o.size("num_key_value_heads")
-        if heads % kv_heads:
-            raise o.refusal("num_key_value_heads", kv_heads, f"a divisor of {heads}")
+        heads, value_heads = o.size("num_attention_heads"), o.size("linear_num_value_heads")
         sizes: dict[str, Any] = {}
         if o.get("num_experts") is None:
             sizes["intermediate_size"] = o.size("intermediate_size")
@@ -78,10 +76,10 @@ class Qwen35Config:
             hidden_size=o.size("hidden_size"),
             layer_types=_layer_types(o),
             num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
+            num_key_value_heads=o.divisor("num_key_value_heads", o.size("num_key_value_heads"), heads),
             head_dim=o.size("head_dim", default=256),
-            linear_num_key_heads=o.size("linear_num_key_heads"),
-            linear_num_value_heads=o.size("linear_num_value_heads"),
+            linear_num_key_heads=o.divisor("linear_num_key_heads", o.size("linear_num_key_heads"), value_heads),
+            linear_num_value_heads=value_heads,
             linear_key_head_dim=o.size("linear_key_head_dim"),
             linear_value_head_dim=o.size("linear_value_head_dim"),
             linear_conv_kernel_dim=o.size("linear_conv_kernel_dim", default=4),
