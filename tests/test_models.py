@@ -158,6 +158,13 @@ def test_a_prompt_does_not_depend_on_chunks_and_neighbours(folders: dict[str, Pa
     assert both.length.tolist() == alone.length.tolist() == list(LENGTHS)
 
 
+def memory_of(cache: ModelCache, slot: int) -> list[Tensor]:
+    """Copies of all that the cache holds of a slot."""
+    states = cache.states.cache if isinstance(cache.states, ReplayStates) else cache.states
+    tensors = [cache.keys, cache.values, cache.conv, states.state, *getattr(states, "ring", {}).values()]
+    return [tensor[:, slot].clone() for tensor in tensors]
+
+
 @pytest.mark.parametrize("length", [None, 3])
 @pytest.mark.parametrize("name", ["nemotron-mlp", "qwen-mlp-tied"])
 def test_a_slot_is_reused_while_others_go_on(folders: dict[str, Path], name: str, length: int | None) -> None:
@@ -167,11 +174,13 @@ def test_a_slot_is_reused_while_others_go_on(folders: dict[str, Path], name: str
     tokens, expected = tokens_of(), theirs(name)[0]
     prompt = LENGTHS[0]
     model.prefill(tokens[:, :prompt], cache, [0, 1], LENGTHS)
-    padded = torch.tensor([0, -1])
+    padded, paused = torch.tensor([0, -1]), memory_of(cache, 1)
     for t in range(5):
         logits = model.decode(tokens[:, prompt + t], cache, padded, span=prompt + 5)
         assert float((logits[0] - expected[prompt + t]).abs().max() / expected.abs().max()) <= TOLERANCE
     assert cache.length.tolist() == [prompt + 5, LENGTHS[1], 0]
+    for before, after in zip(paused, memory_of(cache, 1), strict=True):
+        assert torch.equal(before.nan_to_num(-7.5), after.nan_to_num(-7.5))
     model.prefill(tokens[0, None, :prompt], cache, [1])
     for t in range(5):
         step = torch.stack([tokens[0, prompt + 5 + t], tokens[0, prompt + t]])
