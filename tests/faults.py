@@ -76,8 +76,8 @@ OF_ARMS = {
     ),
     "flush skipped, yet counted": Fault(
         KERNEL,
-        "layer.state[live] = folded",
-        "folded.sum()",
+        "layer.state[live] = rounded(state, layer.state.dtype, live, rounding, layer.flushes)",
+        "state.sum()",
         "incorrect: before timing: .*state error",
     ),
     "flush not counted": Fault(
@@ -94,8 +94,8 @@ OF_ARMS = {
     ),
     "checkpoint rounded to bfloat16 at the flush": Fault(
         KERNEL,
-        "layer.state[live] = folded",
-        "layer.state[live] = folded.bfloat16().float()",
+        "layer.state[live] = rounded(state, layer.state.dtype, live, rounding, layer.flushes)",
+        "layer.state[live] = state.bfloat16().float()",
         "incorrect: before timing: .*state error .* exceeds budget .*e-07",
     ),
     "corrected value rounded to bfloat16 in the ring": Fault(
@@ -129,14 +129,14 @@ OF_ARMS = {
     ),
     "every row reads its neighbour's slot": Fault(
         KERNEL,
-        "state = layer.state[live] if view is None else view",
+        "state = widened(layer.state[live]) if view is None else view",
         "state = layer.state[live.roll(1)]",
         "incorrect: before timing: output error",
     ),
     # Rows 0, 1 and 3 are those that the two checks draw of four: only the comparison of all rows can see this one.
     "row 2 reads its neighbour's slot": Fault(
         KERNEL,
-        "state = layer.state[live] if view is None else view",
+        "state = widened(layer.state[live]) if view is None else view",
         "state = layer.state[live.where(live != 2, 1)]",
         "incorrect: output of all rows against the first arm",
     ),
