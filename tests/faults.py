@@ -109,6 +109,7 @@ OF_ARMS = {
         KERNEL,
         "    if not due.all():\n",
         "    if layer.window is None:\n"
+        "        from replayssm.kernels.torch.stored import stored_step\n"
         "        layer.flushes[live[due]] += 1\n"
         "        return stored_step(out, layer.state, inputs, slots)\n"
         "    if not due.all():\n",
