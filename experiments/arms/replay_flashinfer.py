@@ -15,7 +15,8 @@ from torch import Tensor
 
 from experiments.case import Case
 from experiments.inputs import DTYPES
-from experiments.measure.layers import Layers, initial_state, phase_offsets
+from experiments.measure.layers import phase_offsets
+from experiments.measure.peer_layers import PeerReplayLayers
 from replayssm.peers import flashinfer
 from replayssm.recurrence import mamba2
 from replayssm.traffic import Ring, Traffic, replay
@@ -53,20 +54,15 @@ def traffic(case: Case) -> Traffic:
     return replay(case.geometry, case.interval_length, case.precision.state, ring=ring, rows=case.batch_size).per_step()
 
 
-class FlashInferReplayLayers(Layers):
-    """Copies of a replay layer as FlashInfer lays them out; row r is slot r. Otherwise like `ReplayLayers`."""
+class FlashInferReplayLayers(PeerReplayLayers):
+    """FlashInfer's: circular rings of L + 1 entries, their start and their number of tokens a row."""
 
-    flushes_per_cycle = 1
     folds_current = False
+    _step = staticmethod(flashinfer.replay_step)
 
     def __init__(self, case: Case, copies: int) -> None:
-        # Imported here: on a machine without Triton the arm is unsupported, not an error.
-        from replayssm.peers.cursor import advance_ring
-
         super().__init__(case, copies)
         g, rows, length = case.geometry, case.batch_size, case.interval_length
-        self.positions = length
-        self.state = initial_state(case, copies).clone()
         inputs = DTYPES[case.precision.inputs]
         shapes = {
             "x": ((g.heads, length + 1, g.head_dim), inputs),
@@ -77,24 +73,14 @@ class FlashInferReplayLayers(Layers):
             name: torch.zeros((copies, rows, *shape), dtype=dtype, device=self.device)
             for name, (shape, dtype) in shapes.items()
         }
-        offsets = phase_offsets(case).to(self.device)
-        self.cursor = torch.where(offsets == 0, length, 0).to(torch.int32)
+        self.cursor = torch.where(phase_offsets(case).to(self.device) == 0, length, 0).to(torch.int32)
         self._start = torch.zeros_like(self.cursor)
-        self._flushes = torch.zeros(rows, dtype=torch.int64, device=self.device)
         scratch = flashinfer.scratch(rows, g.heads, length, inputs, self.device)
         self._layers = [
             flashinfer.ReplayLayer(self.state[copy], self._ring_of(copy), self._start, self.cursor, scratch)
             for copy in range(copies)
         ]
-        self._advance = advance_ring
-        self._slots = torch.arange(rows, device=self.device)
-        for passes in range(-int(offsets.max()), 0):
-            self._pass(passes, torch.where(offsets >= -passes, self._slots, -1))
-
-    @property
-    def flushes(self) -> Tensor:
-        """``[copies,B]`` folds, counted once a pass for all copies from the trackers that the kernels get."""
-        return self._flushes.expand(self.copies, -1)
+        self._fill_rings()
 
     def held(self, offsets: Tensor) -> Tensor:
         return torch.where(offsets == 0, self.case.interval_length if self.passes else 0, offsets)
@@ -113,33 +99,13 @@ class FlashInferReplayLayers(Layers):
             found[name] = tensor.gather(2, index.expand_as(tensor))
         return mamba2.Ring(**found)
 
-    def as_rounded(self, inputs: mamba2.Inputs) -> mamba2.Inputs:
-        """``inputs`` whose update dt x B has one factor rounded to their dtype, as in the kernel's fold."""
-        dt = inputs.dt[..., None].double()
-        update = (dt * inputs.x).to(inputs.x.dtype).double()
-        return inputs._replace(x=update / dt)
-
-    def run_pass(self, passes: int) -> None:
-        self.passes += 1
-        self._pass(passes, self._slots)
-
     def place(self, position: int) -> None:
         """Let every ring hold ``position`` tokens besides the one that it always holds: for timing alone."""
         self.cursor.fill_(position + 1)
 
-    def run_steps(self) -> None:
-        """The steps of a pass with the rings as they are, and no commit: for timing alone."""
-        self._steps(0, self._slots)
+    def _advance(self, slots: Tensor) -> None:
+        # Imported here: on a machine without Triton the arm is unsupported, not an error.
+        from replayssm.peers.cursor import advance_ring
 
-    def _pass(self, passes: int, slots: Tensor) -> None:
-        self._steps(passes, slots)
         length = self.case.interval_length
-        self._advance(self.cursor, self._start, self._flushes, slots, length, length + 1)
-
-    def _steps(self, passes: int, slots: Tensor) -> None:
-        out = self.out_of(passes)
-        for copy, layer in enumerate(self._layers):
-            flashinfer.replay_step(out[copy], layer, self.tokens.at(passes, copy), slots)
-
-    def _ring_of(self, copy: int) -> dict[str, Tensor]:
-        return {name: tensor[copy] for name, tensor in self._ring.items()}
+        advance_ring(self.cursor, self._start, self._flushes, slots, length, length + 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.case import Case
 from experiments.inputs import DTYPES
-from experiments.measure.layers import Layers, initial_state, phase_offsets
+from experiments.measure.peer_layers import PeerReplayLayers
 from replayssm.peers import vllm
 from replayssm.recurrence import mamba2
 from replayssm.traffic import Ring, Traffic, replay
@@ -54,19 +54,14 @@ def traffic(case: Case) -> Traffic:
     return replay(case.geometry, case.interval_length, case.precision.state, ring=ring, rows=case.batch_size).per_step()
 
 
-class VllmReplayLayers(Layers):
-    """Copies of a replay layer as vLLM lays them out; row r is slot r. Otherwise like `ReplayLayers`."""
+class VllmReplayLayers(PeerReplayLayers):
+    """vLLM's: rings of L entries that never wrap, a cursor and a flush flag a row."""
 
-    flushes_per_cycle = 1
+    _step = staticmethod(vllm.replay_step)
 
     def __init__(self, case: Case, copies: int) -> None:
-        # Imported here: on a machine without Triton the arm is unsupported, not an error.
-        from replayssm.peers.cursor import advance
-
         super().__init__(case, copies)
         g, rows, length = case.geometry, case.batch_size, case.interval_length
-        self.positions = length
-        self.state = initial_state(case, copies).clone()
         inputs = DTYPES[case.precision.inputs]
         shapes = {
             "x": ((g.heads, length, g.head_dim), inputs),
@@ -77,56 +72,26 @@ class VllmReplayLayers(Layers):
         scratch = self._filled((rows, g.groups, length), torch.float32)
         self.cursor = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._flush = torch.full((rows,), int(length == 1), dtype=torch.int8, device=self.device)
-        self._flushes = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._layers = [
             vllm.ReplayLayer(self.state[copy], self._ring_of(copy), scratch, self.cursor, self._flush)
             for copy in range(copies)
         ]
-        self._advance = advance
-        self._slots = torch.arange(rows, device=self.device)
-        offsets = phase_offsets(case).to(self.device)
-        for passes in range(-int(offsets.max()), 0):
-            self._pass(passes, torch.where(offsets >= -passes, self._slots, -1))
-
-    @property
-    def flushes(self) -> Tensor:
-        """``[copies,B]`` folds, counted once a pass for all copies from the flags that the kernels get."""
-        return self._flushes.expand(self.copies, -1)
+        self._fill_rings()
 
     def ring(self, copy: int, rows: Tensor) -> mamba2.Ring:
         """The rings of a copy's ``rows`` in time order, free entries included."""
         return mamba2.Ring(**{name: tensor[rows] for name, tensor in self._ring_of(copy).items()})
-
-    def as_rounded(self, inputs: mamba2.Inputs) -> mamba2.Inputs:
-        """``inputs`` whose update dt x B has one factor rounded to their dtype, as in the kernel's fold."""
-        dt = inputs.dt[..., None].double()
-        update = (dt * inputs.x).to(inputs.x.dtype).double()
-        return inputs._replace(x=update / dt)
-
-    def run_pass(self, passes: int) -> None:
-        self.passes += 1
-        self._pass(passes, self._slots)
 
     def place(self, position: int) -> None:
         """Let every ring hold ``position`` tokens, whatever they are: for timing alone."""
         self.cursor.fill_(position)
         self._flush.fill_(int(position == self.case.interval_length - 1))
 
-    def run_steps(self) -> None:
-        """The steps of a pass with the rings as they are, and no commit: for timing alone."""
-        self._steps(0, self._slots)
+    def _advance(self, slots: Tensor) -> None:
+        # Imported here: on a machine without Triton the arm is unsupported, not an error.
+        from replayssm.peers.cursor import advance
 
-    def _pass(self, passes: int, slots: Tensor) -> None:
-        self._steps(passes, slots)
-        self._advance(self.cursor, self._flush, self._flushes, slots, self.case.interval_length)
-
-    def _steps(self, passes: int, slots: Tensor) -> None:
-        out = self.out_of(passes)
-        for copy, layer in enumerate(self._layers):
-            vllm.replay_step(out[copy], layer, self.tokens.at(passes, copy), slots)
-
-    def _ring_of(self, copy: int) -> dict[str, Tensor]:
-        return {name: tensor[copy] for name, tensor in self._ring.items()}
+        advance(self.cursor, self._flush, self._flushes, slots, self.case.interval_length)
 
     def _filled(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
