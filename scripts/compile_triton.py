@@ -44,7 +44,7 @@ from experiments.inputs import make_inputs
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES, Rounding
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton import gdn, kda, mamba2
+from replayssm.kernels.triton.families import KERNELS
 from replayssm.kernels.triton.launch import Launch
 
 TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
@@ -53,7 +53,6 @@ WHOLE = 90
 """The architecture for which everything is compiled."""
 DEVICE = "meta"
 """Tensors without memory: nothing runs, and a cache lays them out as for a GPU wherever that differs from a CPU."""
-KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 MODELS = {
     "nano_4b": Geometry("mamba2", 96, 8, 80, 128),
     "super_120b": Geometry("mamba2", 128, 8, 64, 128),

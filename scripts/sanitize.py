@@ -43,9 +43,9 @@ def step_everything(family: str) -> None:
     from replayssm.cache import ReplayCache
     from replayssm.formats import DTYPES
     from replayssm.geometry import Geometry
-    from replayssm.kernels.triton import gdn, kda, mamba2
+    from replayssm.kernels.triton.families import KERNELS
 
-    kernels = {"mamba2": mamba2, "gdn": gdn, "kda": kda}[family]
+    kernels = KERNELS[family]
     geometry = Geometry(family, 32, 32 if family == "kda" else 16, 24, 40)
     for rows in BATCH_SIZES:
         inputs = make_inputs(geometry, rows, LENGTH, dtype=torch.bfloat16, seed=0, device="cuda")

@@ -104,11 +104,11 @@ def test_a_choice_says_where_it_is_from(tables: Path) -> None:
     stored = choose(NANO, 10, 4, None, CUDA)
     assert stored == (TABLE[5].launch, "table nvidia_h200, measured at 96x80x128, batch 8, state fp32")
     far = choose(SUPER, 8, 4, 16, CUDA)
-    assert far == (replay_launch(SUPER, 8, 4, 16), "heuristic: table nvidia_h200 holds nothing near")
+    assert far == (replay_launch(SUPER, 8, 4), "heuristic: table nvidia_h200 holds nothing near")
 
 
 def test_a_device_without_a_table_takes_the_heuristic(tables: Path) -> None:
-    assert choose(NANO, 8, 4, 16, CUDA) == (replay_launch(NANO, 8, 4, 16), "heuristic: no table for NVIDIA H200")
+    assert choose(NANO, 8, 4, 16, CUDA) == (replay_launch(NANO, 8, 4), "heuristic: no table for NVIDIA H200")
     cpu = torch.device("cpu")
     assert choose(QWEN, 8, 2, None, cpu) == (stored_launch(QWEN, 8, 2), "heuristic: no table for cpu")
 

@@ -118,7 +118,7 @@ def test_the_best_of_the_right_launches_becomes_the_row(clock: Clock, capsys: py
     assert (stored.aligned_us, stored.staggered_us) == (10_000 / 4, None)  # two copies, two steps
     assert (replay.aligned_us, replay.staggered_us) == (20_000 / 4, 21_000 / 4)
     assert (replay.geometry, replay.batch_size, replay.interval_length, replay.rounds) == (case.geometry, 2, 2, 3)
-    heuristic = launches.effective(replay_launch(case.geometry, 2, 4, 2), case.geometry, 4)
+    heuristic = launches.effective(replay_launch(case.geometry, 2, 4), case.geometry, 4)
     was = f"10000.00 / 10000.00 us  {launches.in_words(heuristic)}  (heuristic: table cpu holds nothing near)"
     assert was in told
     after = replay_triton.describe(case)

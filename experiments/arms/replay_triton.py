@@ -25,11 +25,10 @@ def unsupported(case: Case) -> str | None:
 
 def prepare(case: Case, copies: int) -> ReplayLayers:
     # Imported here: on a machine without Triton the arm is unsupported, not an error.
-    from replayssm.kernels.triton import gdn, kda, mamba2
     from replayssm.kernels.triton.commit import commit
+    from replayssm.kernels.triton.families import KERNELS
 
-    step = {"mamba2": mamba2, "gdn": gdn, "kda": kda}[case.geometry.family].replay_step
-    return ReplayLayers(case, copies, step, commit)
+    return ReplayLayers(case, copies, KERNELS[case.geometry.family].replay_step, commit)
 
 
 def describe(case: Case) -> dict[str, Any]:

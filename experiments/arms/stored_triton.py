@@ -25,9 +25,9 @@ def unsupported(case: Case) -> str | None:
 
 def prepare(case: Case, copies: int) -> StoredLayers:
     # Imported here: on a machine without Triton the arm is unsupported, not an error.
-    from replayssm.kernels.triton import gdn, kda, mamba2
+    from replayssm.kernels.triton.families import KERNELS
 
-    return StoredLayers(case, copies, {"mamba2": mamba2, "gdn": gdn, "kda": kda}[case.geometry.family].stored_step)
+    return StoredLayers(case, copies, KERNELS[case.geometry.family].stored_step)
 
 
 def describe(case: Case) -> dict[str, Any]:

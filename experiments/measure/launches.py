@@ -121,9 +121,9 @@ class Step:
     """A kernel's step whose launch can be changed, so that candidates share the tensors."""
 
     def __init__(self, case: Case, operation: str) -> None:
-        from replayssm.kernels.triton import gdn, kda, mamba2
+        from replayssm.kernels.triton.families import KERNELS
 
-        kernels = {"mamba2": mamba2, "gdn": gdn, "kda": kda}[case.geometry.family]
+        kernels = KERNELS[case.geometry.family]
         self.step = kernels.stored_step if operation == "stored" else kernels.replay_step
         self.operation = operation
         self.launch: Launch | None = None

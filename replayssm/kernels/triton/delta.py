@@ -14,7 +14,7 @@ solved by substitution for each tile of the checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
@@ -37,7 +37,7 @@ from replayssm.kernels.triton.arguments import (
 from replayssm.kernels.triton.gates import Gates, log_decay, sigmoid
 from replayssm.kernels.triton.launch import Cut, Launch
 from replayssm.kernels.triton.launch_table import launch_for
-from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
+from replayssm.kernels.triton.rounding import arrive, draws_of, rounded
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -178,9 +178,6 @@ def replay_step(
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
     cut = Cut.of(geometry, launch, layer.state, layer)
-    if "v" in layer.ring:
-        # A triangular system has an order: the ring's, in time.
-        cut = replace(cut, EAGER=False)
     if rows:
         _replay_kernel[(cut.PARTS * cut.H * rows,)](
             out,
@@ -311,7 +308,7 @@ def _stored_kernel(out, state, inputs, slots, strides, scale, rounding, gates, c
     qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
     draws = None
     if form.DRAWN:
-        draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), tl.load(rounding.steps + slot))
+        draws = draws_of(rounding, slot, tl.load(rounding.steps + slot))
     out += row * strides.out[0] + head * strides.out[1]
     for t in tl.range(cut.TILES, num_stages=cut.STAGES):
         m, tile = first + t * cut.M, tiles + t * cut.M * cut.ROW
@@ -412,8 +409,7 @@ def _replay_kernel(
             raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
         draws = None
         if form.DRAWN:
-            number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
-            draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
+            draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
         _flush(
             out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
             raw, head, draws, part, end, cut,

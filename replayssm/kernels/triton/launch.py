@@ -53,7 +53,7 @@ def stored_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     return Launch(rows=8, tiles=1, warps=1, lanes=16)
 
 
-def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int, interval_length: int) -> Launch:
+def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
     """Default for a replay step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 with intervals of 16,
     the worse of aligned and staggered rows counting.
 
@@ -83,6 +83,11 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int, interva
 def power_of_two(value: int) -> int:
     """The smallest power of two that is at least ``value``."""
     return 1 << (value - 1).bit_length()
+
+
+def _in_time_order(geometry: Geometry, layer: CacheLayer | None) -> bool:
+    """Vector decays are summed, and a triangular system is solved, in the order of time."""
+    return geometry.family == "kda" or (layer is not None and "v" in layer.ring)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Cut:
             L=L,
             CAPACITY=capacity,
             RING=max(16, power_of_two(L)),
-            EAGER=launch.eager and geometry.family != "kda",
+            EAGER=launch.eager and not _in_time_order(geometry, layer),
         )
 
     @property

@@ -114,7 +114,7 @@ def choose(
     reason = f"no table for {name}" if entries is None else f"table {table.stem} holds nothing near"
     if interval_length is None:
         return Choice(stored_launch(geometry, batch_size, state_bytes), f"heuristic: {reason}")
-    return Choice(replay_launch(geometry, batch_size, state_bytes, interval_length), f"heuristic: {reason}")
+    return Choice(replay_launch(geometry, batch_size, state_bytes), f"heuristic: {reason}")
 
 
 def nearest(

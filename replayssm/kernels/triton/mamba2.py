@@ -31,7 +31,7 @@ from replayssm.kernels.triton.arguments import (
 from replayssm.kernels.triton.gates import Gates, discretize
 from replayssm.kernels.triton.launch import Cut, Launch
 from replayssm.kernels.triton.launch_table import launch_for
-from replayssm.kernels.triton.rounding import Draws, arrive, request_of, rounded
+from replayssm.kernels.triton.rounding import arrive, draws_of, rounded
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -267,7 +267,7 @@ def _stored_kernel(
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
     draws = None
     if DRAWN:
-        draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), tl.load(rounding.steps + slot))
+        draws = draws_of(rounding, slot, tl.load(rounding.steps + slot))
     decay = exp(token.A * token.dt)
     x = token.x.to(tl.float32)
     out += row * strides.out[0] + head * strides.out[1]
@@ -333,8 +333,7 @@ def _replay_kernel(
         decay = exp(token.A * tl.sum(dts, axis=0))
         draws = None
         if DRAWN:
-            number = arrive(ring.flushes + slot, cut.H * cut.PARTS)
-            draws = Draws(rounding.seed, rounding.layer, request_of(rounding, slot), number)
+            draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
         _flush(
             out, state, ring_x + entry * ring_strides.x[2], valid, now, weight, Bs, decay, token, head, draws, part,
             end, cut,

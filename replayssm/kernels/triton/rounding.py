@@ -33,12 +33,12 @@ class Draws(NamedTuple):
 
 
 @triton.jit
-def request_of(rounding, slot):
-    """The slot's request, as a `formats.Rounding` names it."""
+def draws_of(rounding, slot, number):
+    """The `Draws` of a slot's flush, or stored step, with that number, from a `formats.Rounding`."""
     request = slot
     if rounding.requests is not None:
         request = tl.load(rounding.requests + slot)
-    return request
+    return Draws(rounding.seed, rounding.layer, request, number)
 
 
 @triton.jit
