@@ -37,8 +37,9 @@ from replayssm.kernels.triton.arguments import (
 from replayssm.kernels.triton.gates import Gates, log_decay, sigmoid
 from replayssm.kernels.triton.launch import Cut, Launch
 from replayssm.kernels.triton.launch_table import launch_for
-from replayssm.kernels.triton.rounding import arrive, draws_of, rounded
+from replayssm.kernels.triton.rounding import INTERPRETED, arrive, draws_of, rounded
 from replayssm.kernels.triton.tiles import (
+    element,
     exp,
     first_tile,
     load_chunks,
@@ -46,6 +47,7 @@ from replayssm.kernels.triton.tiles import (
     load_ring_vectors,
     load_state,
     load_vector,
+    part_of,
     place,
     product,
     ring_order,
@@ -110,6 +112,18 @@ class _Form:
     def of(cls, family: str, rounding: Rounding | None, gates: Gates | None) -> _Form:
         bound = None if gates is None or gates.lower_bound is None else float(gates.lower_bound)
         return cls(family == "kda", rounding is not None, gates is not None, bound)
+
+
+class _Tokens(NamedTuple):
+    """One row's and head's ring: pointers to each tensor's first entry, strides of the rings, cursor and origin."""
+
+    k: Any
+    k_rnorm: Any
+    d: Any
+    g: Any
+    strides: Any
+    oldest: Any
+    length: Any
 
 
 class _Raw(NamedTuple):
@@ -354,128 +368,238 @@ def _replay_kernel(
     p, end = span(part, cut)
     group, n = head // cut.SHARE, tl.arange(0, cut.PADDED)
     state += slot * strides.state[0] + head * strides.state[1]
-    ring_k = ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1]
-    ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
-    ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
-    ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
+    mine = _Tokens(
+        k=ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1],
+        k_rnorm=ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1],
+        d=ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1],
+        g=ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1],
+        strides=ring_strides,
+        oldest=oldest,
+        length=length,
+    )
     out += row * strides.out[0] + head * strides.out[1]
 
     # Asked for before anything is used: what needs no cursor comes first, and whether to flush is decided last.
-    S = ()
+    first = part * cut.ROWS + tl.arange(0, cut.M)
+    tiles = first_tile(state, part, cut)
     if cut.TILES == 1:
-        S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
+        S = load_state(tiles, first, end, cut)
     token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
     k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
     qs, ks = load_chunks(q_token, cut), load_chunks(k_token, cut)
     entry, age, valid = ring_order(length, oldest, cut)
-    rnorms = load_ring(ring_rnorm + entry * ring_strides.k_rnorm[2], valid, cut)
-    d_old = load_ring_vectors(ring_d + entry * ring_strides.d[2], valid, p, end, cut)
+    rnorms = load_ring(mine.k_rnorm + entry * ring_strides.k_rnorm[2], valid, cut)
     k = token.k.to(tl.float32)
     k_rnorm = rnorm(tl.sum(k * k, axis=0))
     q_scale = rnorm(tl.sum(token.q * token.q, axis=0)) * scale
+    qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
 
     # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
     if form.CHANNELS:
-        k_pointers = ring_k + entry[None, :] * ring_strides.k[2] + n[:, None]
-        keys = tl.load(k_pointers, mask=valid[None, :] & (n < cut.N)[:, None], other=0.0).to(tl.float32)
-        keys *= tl.exp(_later(ring_g, ring_strides.g[2], token.g, oldest, length, n, cut))
-        weight, decay = rnorms, 1.0
+        gs, weight, decay = rnorms, rnorms, 1.0
     else:
-        gs = load_ring(ring_g + entry * ring_strides.g[2], valid, cut)
-        keys = load_ring_vectors(ring_k + entry * ring_strides.k[2], valid, n, cut.N, cut)
+        gs = load_ring(mine.g + entry * ring_strides.g[2], valid, cut)
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + token.g), 0.0)
         decay = exp(tl.sum(gs, axis=0) + token.g)
-    if length == cut.L - 1:
-        if form.CHANNELS:
-            ring_keys = tl.trans(keys)
-            since = _since(ring_g, ring_strides.g[2], oldest, length, inputs, gates, strides, row, head, n, cut, form)
-            decays = exp(since)[None, :]
-        else:
-            ring_keys, decays = keys, decay
-        raw = None
-        if ring.v is not None:
-            ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
-            ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
-            beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
+    full = length == cut.L - 1
+    newest = (oldest + length) % cut.CAPACITY
+    new_d = mine.d + newest * ring_strides.d[2]
+    draws = None
+    if cut.TILES == 1 and ring.v is None:
+        # The checkpoint is held: a flush reads as any step does, and folds besides.
+        d_old = load_ring_vectors(mine.d + entry * ring_strides.d[2], valid, p, end, cut)
+        keys = _keys(mine, token, entry, valid, cut, form)
+        added_q, added_k = _added(keys, d_old, weight, token.q, k, form)
+        gs_now, q_now, k_now = (), (), ()
+        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             if form.CHANNELS:
-                raw_keys, system = _channel_system(
-                    ring_k, ring_strides.k[2], ring_g, ring_strides.g[2], rnorms, oldest, cut
-                )
-                seen = rnorms
+                columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
+                g_now = _log_decays(inputs, gates, strides, row, head, columns, cut, form)
+                kept = exp(_since(mine, g_now, columns, cut))
+                gs_now, q_now, k_now = gs_now + (g_now,), q_now + (qs[c] * kept,), k_now + (ks[c] * kept,)
             else:
-                raw_keys, system = tl.trans(keys), _scalar_system(keys, gs, rnorms, cut)
-                seen = rnorms * exp(_sum_earlier(gs, cut))
-            raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
-        draws = None
-        if form.DRAWN:
-            draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
-        _flush(
-            out, state, ring_d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
-            raw, head, draws, part, end, cut,
+                gs_now, q_now, k_now = gs_now + (token.g,), q_now + (qs[c],), k_now + (ks[c],)
+        error = token.v - added_k * k_rnorm
+        d = _read(
+            out, S, q_now, k_now, decay * q_scale, decay * k_rnorm, qk, added_q * q_scale, error, token.beta, 0, first,
+            end, cut,
         )  # fmt: skip
-        if not form.DRAWN:
-            if part == 0 and head == 0:
-                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        if full:
+            if form.DRAWN:
+                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
+            _fold(tiles, S, ks, gs_now, d * k_rnorm, mine, head, draws, first, end, cut, form)
+        else:
+            tl.store(new_d + first, d, mask=first < end)
+            _append(ring, mine, token, k_rnorm, slot, newest, head, part, p, end, cut, form)
     else:
-        if form.CHANNELS:
-            kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
+        if full:
+            raw = None
+            keys = _keys(mine, token, entry, valid, cut, form)
+            if form.CHANNELS:
+                ring_keys, decays = tl.trans(keys), exp(_since(mine, token.g, n, cut))[None, :]
+            else:
+                ring_keys, decays = keys, decay
+            if ring.v is not None:
+                ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
+                ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
+                beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
+                if form.CHANNELS:
+                    raw_keys, system = _channel_system(mine, rnorms, cut)
+                    seen = rnorms
+                else:
+                    raw_keys, system = tl.trans(keys), _scalar_system(keys, gs, rnorms, cut)
+                    seen = rnorms * exp(_sum_earlier(gs, cut))
+                raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
+            if form.DRAWN:
+                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
+            _flush(
+                out, state, mine.d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale,
+                k_rnorm, raw, head, draws, part, end, cut,
+            )  # fmt: skip
+        else:
+            added_q, added_k, since = _walk(mine, weight, token, k, p, end, cut, form)
             q_now, k_now = (), ()
             for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-                columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
-                kept = exp(
-                    _since(
-                        ring_g, ring_strides.g[2], oldest, length, inputs, gates, strides, row, head, columns, cut, form
-                    )
-                )
-                q_now = q_now + (load_vector(q_token, columns, cut) * kept,)
-                k_now = k_now + (load_vector(k_token, columns, cut) * kept,)
-        else:
-            q_now, k_now = qs, ks
-            wide = keys.to(tl.float32)
-            kq, kk = tl.sum(wide * token.q[None, :], axis=1), tl.sum(wide * k[None, :], axis=1)
-        added_q = tl.sum((weight * kq * q_scale)[:, None] * d_old, axis=0)
-        error = token.v - tl.sum((weight * kk * k_rnorm)[:, None] * d_old, axis=0)
-        last = (oldest + length) % cut.CAPACITY
+                if form.CHANNELS:
+                    kept = exp(part_of(since, c * cut.WIDTH + tl.arange(0, cut.WIDTH), cut))
+                    q_now, k_now = q_now + (qs[c] * kept,), k_now + (ks[c] * kept,)
+                else:
+                    q_now, k_now = q_now + (qs[c],), k_now + (ks[c],)
+            _append(ring, mine, token, k_rnorm, slot, newest, head, part, p, end, cut, form)
+            error = token.v - added_k * k_rnorm
+            for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+                m = first + t * cut.M
+                tile = load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
+                d = _read(
+                    out, tile, q_now, k_now, decay * q_scale, decay * k_rnorm, qk, added_q * q_scale, error, token.beta,
+                    t * cut.M, m, end, cut,
+                )  # fmt: skip
+                tl.store(new_d + m, d, mask=m < end)
+    if not form.DRAWN:
+        if full and part == 0 and head == 0:
+            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+
+
+@triton.jit
+def _keys(mine, token, entry, valid, cut: tl.constexpr, form: tl.constexpr):
+    """The ring's keys: ``[RING,PADDED]`` as they arrived, or KDA's ``[PADDED,RING]`` times their decay since then."""
+    n = tl.arange(0, cut.PADDED)
+    if form.CHANNELS:
+        pointers = mine.k + entry[None, :] * mine.strides.k[2] + n[:, None]
+        keys = tl.load(pointers, mask=valid[None, :] & (n < cut.N)[:, None], other=0.0).to(tl.float32)
+        keys *= tl.exp(_later(mine, token.g, n, cut))
+    else:
+        keys = load_ring_vectors(mine.k + entry * mine.strides.k[2], valid, n, cut.N, cut)
+    return keys
+
+
+@triton.jit
+def _added(keys, d_old, weight, q, k, form: tl.constexpr):
+    """The sums of w (k_j . q) d_j and of w (k_j . k) d_j over the ring, all tokens at once."""
+    if form.CHANNELS:
+        kq, kk = tl.sum(keys * q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
+    else:
+        wide = keys.to(tl.float32)
+        kq, kk = tl.sum(wide * q[None, :], axis=1), tl.sum(wide * k[None, :], axis=1)
+    return tl.sum((weight * kq)[:, None] * d_old, axis=0), tl.sum((weight * kk)[:, None] * d_old, axis=0)
+
+
+@triton.jit
+def _walk(mine, weight, token, k, p, end, cut: tl.constexpr, form: tl.constexpr):
+    """`_added`, and the checkpoint's log decays if they are of channels: token by token, since a program that walks
+    many tiles has registers for one token; the newest first, so that the decay since then is a running sum.
+    """
+    n = tl.arange(0, cut.PADDED)
+    SPAN: tl.constexpr = cut.SPAN
+    added_q, added_k, since = tl.zeros((SPAN,), tl.float32), tl.zeros((SPAN,), tl.float32), token.g
+    for i in tl.range(cut.L - 1 if INTERPRETED else mine.length, num_stages=cut.STAGES):
+        age = tl.maximum(mine.length - 1 - i, 0)
+        live = i < mine.length
+        entry = mine.oldest + age
+        entry = tl.where(entry >= cut.CAPACITY, entry - cut.CAPACITY, entry)
+        key = tl.load(mine.k + entry * mine.strides.k[2] + n, mask=live & (n < cut.N), other=0.0).to(tl.float32)
+        d = tl.load(mine.d + entry * mine.strides.d[2] + p, mask=live & (p < end), other=0.0)
+        if form.CHANNELS:
+            key *= tl.exp(since)
+            since += tl.load(mine.g + entry * mine.strides.g[2] + n, mask=live & (n < cut.N), other=0.0)
+        w = element(weight, entry if cut.EAGER else age, cut)
+        added_q += (w * tl.sum(key * token.q, axis=0)) * d
+        added_k += (w * tl.sum(key * k, axis=0)) * d
+    return added_q, added_k, since
+
+
+@triton.jit
+def _append(ring, mine, token, k_rnorm, slot, entry, head, part, p, end, cut: tl.constexpr, form: tl.constexpr):
+    """The token becomes the ring's newest; its d is stored where it is found."""
+    n = tl.arange(0, cut.PADDED)
+    if ring.v is not None:
+        v = ring.v + slot * mine.strides.v[0] + head * mine.strides.v[1] + entry * mine.strides.v[2]
+        tl.store(v + p, token.v.to(ring.v.dtype.element_ty), mask=p < end)
+    if part == 0:
         if ring.v is not None:
-            last_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + last * ring_strides.v[2]
-            tl.store(last_v + p, token.v.to(ring.v.dtype.element_ty), mask=p < end)
-        if part == 0:
-            if ring.v is not None:
-                last_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
-                tl.store(last_beta + last * ring_strides.beta[2], token.beta)
-            if form.CHANNELS:
-                tl.store(ring_g + last * ring_strides.g[2] + n, token.g, mask=n < cut.N)
-            else:
-                tl.store(ring_g + last * ring_strides.g[2], token.g)
-            if head % cut.SHARE == 0:
-                tl.store(ring_k + last * ring_strides.k[2] + n, token.k, mask=n < cut.N)
-                tl.store(ring_rnorm + last * ring_strides.k_rnorm[2], k_rnorm)
-        qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
-        _read(
-            out, ring_d + last * ring_strides.d[2], state, S, q_now, k_now, decay * q_scale, decay * k_rnorm, qk,
-            added_q, error, token.beta, part, end, cut,
-        )  # fmt: skip
+            beta = ring.beta + slot * mine.strides.beta[0] + head * mine.strides.beta[1]
+            tl.store(beta + entry * mine.strides.beta[2], token.beta)
+        if form.CHANNELS:
+            tl.store(mine.g + entry * mine.strides.g[2] + n, token.g, mask=n < cut.N)
+        else:
+            tl.store(mine.g + entry * mine.strides.g[2], token.g)
+        if head % cut.SHARE == 0:
+            tl.store(mine.k + entry * mine.strides.k[2] + n, token.k, mask=n < cut.N)
+            tl.store(mine.k_rnorm + entry * mine.strides.k_rnorm[2], k_rnorm)
 
 
 @triton.jit
 def _read(
-    out, new_d, state, S, qs, ks, decay_q, decay_k, qk, added_q, error, beta, part, end, cut: tl.constexpr
+    out, S, qs, ks, decay_q, decay_k, qk, added_q, error, beta, t, m, end, cut: tl.constexpr
 ):  # fmt: skip
-    """Outputs and corrected values from the checkpoint and what the ring has ``added``; ``S`` if it has been loaded."""
-    first, tiles = part * cut.ROWS + tl.arange(0, cut.M), first_tile(state, part, cut)
-    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
-        m = first + t * cut.M
-        tile = S if cut.TILES == 1 else load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
-        Sk, Sq = zeros(cut), zeros(cut)
+    """Outputs and, returned, corrected values d of rows ``m``, which begin ``t`` rows into the program's: from the
+    checkpoint's ``S`` and what the ring has ``added`` to all of the program's.
+    """
+    Sk, Sq = zeros(cut), zeros(cut)
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        chunk = S[c].to(tl.float32)
+        Sk += chunk * ks[c][None, :]
+        Sq += chunk * qs[c][None, :]
+    d = beta * (rows_of(error, t, m, cut) - decay_k * tl.sum(Sk, axis=1))
+    o = decay_q * tl.sum(Sq, axis=1) + rows_of(added_q, t, m, cut) + d * qk
+    tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
+    return d
+
+
+@triton.jit
+def _fold(tiles, S, ks, gs, d, mine, head, draws, m, end, cut: tl.constexpr, form: tl.constexpr):
+    """Write what a full ring and the token make of a checkpoint held in registers: of ``S``, rows ``m``.
+
+    Token by token, the newest first, so that the decay since then is a running sum. ``d [M]``, ``ks`` and ``gs`` are
+    the token's, d times the key's rnorm.
+    """
+    moved, later = (), gs
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        moved = moved + (d[:, None] * ks[c][None, :],)
+    for i in tl.range(cut.L - 1):
+        entry = (mine.oldest + cut.L - 2 - i) % cut.CAPACITY
+        old = tl.load(mine.d + entry * mine.strides.d[2] + m, mask=m < end, other=0.0)
+        old *= tl.load(mine.k_rnorm + entry * mine.strides.k_rnorm[2])
+        keys, grown, sooner = load_chunks(mine.k + entry * mine.strides.k[2], cut), (), ()
+        if not form.CHANNELS:
+            old *= exp(later[0])
+            g = tl.load(mine.g + entry * mine.strides.g[2])
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-            chunk = tile[c].to(tl.float32)
-            Sk += chunk * ks[c][None, :]
-            Sq += chunk * qs[c][None, :]
-        d = beta * (rows_of(error, t * cut.M, m, cut) - decay_k * tl.sum(Sk, axis=1))
-        o = decay_q * tl.sum(Sq, axis=1) + rows_of(added_q, t * cut.M, m, cut) + d * qk
-        tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
-        tl.store(new_d + m, d, mask=m < end)
+            if form.CHANNELS:
+                key = keys[c] * tl.exp(later[c])
+                g = load_vector(mine.g + entry * mine.strides.g[2], c * cut.WIDTH + tl.arange(0, cut.WIDTH), cut)
+            else:
+                key = keys[c]
+            grown, sooner = grown + (moved[c] + old[:, None] * key[None, :],), sooner + (later[c] + g,)
+        moved, later = grown, sooner
+    kept = ()
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        decay = exp(later[c])
+        if form.CHANNELS:
+            decay = decay[None, :]
+        kept = kept + (moved[c] + S[c].to(tl.float32) * decay,)
+    store_state(tiles, m, end, kept, head, draws, cut)
 
 
 @triton.jit
@@ -520,20 +644,20 @@ def _corrected(S, v, raw, cut: tl.constexpr):
 
 
 @triton.jit
-def _channel_system(ring_k, k_stride, ring_g, g_stride, rnorms, oldest, cut: tl.constexpr):
+def _channel_system(mine, rnorms, cut: tl.constexpr):
     """KDA's keys ``[PADDED,RING]`` times their decay since the checkpoint; and ``[r,s]``, for r < s, the product of
     normalised keys r and s times the decays between them, zero elsewhere.
     """
     j, n = tl.arange(0, cut.RING), tl.arange(0, cut.PADDED)
     mask = (j < cut.L - 1)[:, None] & (n < cut.N)[None, :]
-    entries = ((oldest + j) % cut.CAPACITY)[:, None]
-    keys = tl.load(ring_k + entries * k_stride + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    entries = ((mine.oldest + j) % cut.CAPACITY)[:, None]
+    keys = tl.load(mine.k + entries * mine.strides.k[2] + n[None, :], mask=mask, other=0.0).to(tl.float32)
     since, decayed = tl.zeros_like(keys), tl.zeros_like(keys)
     total, system = tl.sum(since, axis=0), tl.zeros((tl.constexpr(cut.RING), tl.constexpr(cut.RING)), tl.float32)
     for s in tl.range(cut.L - 1):
-        place = (oldest + s) % cut.CAPACITY
-        k = tl.load(ring_k + place * k_stride + n, mask=n < cut.N, other=0.0).to(tl.float32)
-        g = tl.load(ring_g + place * g_stride + n, mask=n < cut.N, other=0.0)
+        entry = (mine.oldest + s) % cut.CAPACITY
+        k = tl.load(mine.k + entry * mine.strides.k[2] + n, mask=n < cut.N, other=0.0).to(tl.float32)
+        g = tl.load(mine.g + entry * mine.strides.g[2] + n, mask=n < cut.N, other=0.0)
         since += g[None, :]
         total += g
         products = rnorms * tl.sum(keys * tl.exp(since) * k[None, :], axis=1)
@@ -562,22 +686,22 @@ def _sum_earlier(g, cut: tl.constexpr):
 
 
 @triton.jit
-def _later(ring_g, stride, g_now, oldest, length, n, cut: tl.constexpr):
+def _later(mine, g_now, n, cut: tl.constexpr):
     """``[n,RING]``: for ring token j, in time order, the log decay of all tokens behind it, up to the current one.
 
     A product with a triangle of ones: it adds what is not positive, and subtracts nothing.
     """
     j = tl.arange(0, cut.RING)
-    pointers = ring_g + ((oldest + j + 1) % cut.CAPACITY)[None, :] * stride + n[:, None]
-    after = tl.load(pointers, mask=(j + 1 < length)[None, :] & (n < cut.N)[:, None], other=0.0)
-    after = tl.where((j + 1 == length)[None, :], g_now[:, None], after)
+    pointers = mine.g + ((mine.oldest + j + 1) % cut.CAPACITY)[None, :] * mine.strides.g[2] + n[:, None]
+    after = tl.load(pointers, mask=(j + 1 < mine.length)[None, :] & (n < cut.N)[:, None], other=0.0)
+    after = tl.where((j + 1 == mine.length)[None, :], g_now[:, None], after)
     return product(after, tl.where(j[:, None] >= j[None, :], 1.0, 0.0).to(tl.bfloat16))
 
 
 @triton.jit
-def _since(ring_g, stride, oldest, length, inputs, gates, strides, row, head, n, cut: tl.constexpr, form: tl.constexpr):
+def _since(mine, g_now, n, cut: tl.constexpr):
     """``[n]``: the checkpoint's log decay up to and with the current token."""
     j = tl.arange(0, cut.RING)
-    pointers = ring_g + ((oldest + j) % cut.CAPACITY)[:, None] * stride + n[None, :]
-    gs = tl.load(pointers, mask=(j < length)[:, None] & (n < cut.N)[None, :], other=0.0)
-    return tl.sum(gs, axis=0) + _log_decays(inputs, gates, strides, row, head, n, cut, form)
+    pointers = mine.g + ((mine.oldest + j) % cut.CAPACITY)[:, None] * mine.strides.g[2] + n[None, :]
+    gs = tl.load(pointers, mask=(j < mine.length)[:, None] & (n < cut.N)[None, :], other=0.0)
+    return tl.sum(gs, axis=0) + g_now

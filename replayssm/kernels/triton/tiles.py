@@ -66,6 +66,21 @@ def rows_of(values, t, m, cut: tl.constexpr):
 
 
 @triton.jit
+def part_of(values, columns, cut: tl.constexpr):
+    """Elements ``columns`` of a vector over PADDED."""
+    if columns.shape[0] != cut.PADDED:
+        values = tl.gather(values, columns, 0)
+    return values
+
+
+@triton.jit
+def element(values, i, cut: tl.constexpr):
+    """Element ``i`` of a vector, for every row of the span."""
+    SPAN: tl.constexpr = cut.SPAN
+    return tl.gather(values, tl.zeros((SPAN,), tl.int32) + i, 0)
+
+
+@triton.jit
 def load_vector(pointer, n, cut: tl.constexpr):
     """Elements ``n`` of a contiguous vector of N in float32, zero behind it."""
     if cut.PADDED == cut.N:
