@@ -24,8 +24,9 @@ WORDS = 64
 
 @dataclass(frozen=True)
 class Recall:
-    """`tokens` int32 [rows, length]; for the questions, sorted by position: `positions` int64 [rows, queries], the place
-    of each question's value; `distances` int64 [rows, queries], tokens from the fact's value to the question's."""
+    """`tokens` int32 [rows, length]; for the questions, sorted by position: `positions` int64 [rows, queries], the
+    place of each question's value; `distances` int64 [rows, queries], tokens from the fact's value to the question's.
+    """
 
     tokens: np.ndarray
     positions: np.ndarray
