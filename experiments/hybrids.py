@@ -49,7 +49,7 @@ def nemotron_config(size: str) -> NemotronHConfig:
         mtp_hybrid_override_pattern="*-",
         bos_token_id=0,
         eos_token_id=0,
-        pad_token_id=0,
+        pad_token_id=None,  # a padding row would get no gradient, and the end of text is a token like any other
     )
 
 
@@ -75,7 +75,7 @@ def qwen_config(size: str) -> Qwen3_5TextConfig:
         mtp_num_hidden_layers=1,
         bos_token_id=0,
         eos_token_id=0,
-        pad_token_id=0,
+        pad_token_id=None,
     )
 
 
