@@ -4,17 +4,17 @@ r"""Train one of the two small hybrids that ship with the experiments, and evalu
         --ship experiments/assets/models/tiny-qwen3.5
 
 Every step has two batches of equal size: books, and recall tasks whose facts only the recurrent state can carry, since
-attention is masked there beyond 64 tokens. Books come as parallel streams in segments of 2,048 tokens whose state is
-carried over, every other step with attention masked too; from 60 % of the steps on half of them are single long
-stretches instead (up to 32,768 tokens), and the last 5 % are of 131,072. Recall grows longer whenever nine of ten
-answers are right. AdamW, bfloat16 matrix products with float32 weights and recurrences, cosine learning rate,
-everything seeded by step, so that a run that was stopped goes on from its checkpoint with the very losses it would
-have had.
+attention is masked there beyond 64 tokens at three steps of four. Books come as parallel streams in segments of 2,048
+tokens whose state is carried over, every other step with attention masked too; from 60 % of the steps on half of them
+are single long stretches instead (up to 32,768 tokens), and the last 5 % are of 131,072. Recall grows longer whenever
+nine of ten answers are right. AdamW, bfloat16 matrix products with float32 weights and recurrences, cosine learning
+rate, everything seeded by step, so that a run that was stopped goes on from its checkpoint with the very losses it
+would have had. `--fit SECONDS` chooses the number of steps: it times a few of each length first.
 
 Writes OUT/log.jsonl (a line a step), OUT/checkpoint.pt and, at the end, OUT/evaluation.json; --ship writes the Hugging
-Face folder with its model card, the evaluation and a thinned log. Everything is evaluated on the bfloat16 weights that
-ship. Plain argparse and not Hydra, since this is no measurement with cases and arms and must run where only torch,
-transformers and numpy are installed. `--size smoke` is a model for the tests.
+Face folder with its model card, the evaluation and a thinned log, also for a run that was stopped. Everything is
+evaluated on the bfloat16 weights that ship. Plain argparse and not Hydra, since this is no measurement with cases and
+arms and must run where only torch, transformers and numpy are installed. `--size smoke` is a model for the tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,8 +44,10 @@ from experiments import hybrids
 from experiments.assets import recall, vocabulary
 
 WINDOW = 64
-LEVELS = [(128, 4, 16), (256, 8, 32), (512, 16, 32), (1024, 16, 32), (2048, 16, 32), (4096, 16, 32)]
-"""Recall tasks by difficulty: tokens a row, facts, questions."""
+LEVELS = [(128, 4), (256, 8), (512, 16), (1024, 16), (2048, 16), (4096, 16)]
+"""Recall tasks by difficulty: tokens a row, and facts, each of which is asked for once."""
+UNSEEN = [(2048, 32), (8192, 16), (16384, 16), (131072, 16)]
+"""Recall tasks that no step trains on: more facts, or longer."""
 LOGGED = ("loss", "recall_loss", "bits_per_byte", "mtp_bits_per_byte", "recall", "norm")
 
 
@@ -55,6 +58,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ship", type=Path, help="folder to write the Hugging Face model to")
     parser.add_argument("--size", choices=hybrids.SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--fit", type=float, help="seconds from the start; as many steps as they allow, not --steps")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a step of books, and again of recall")
     parser.add_argument("--segment", type=int, default=2048, help="tokens a segment of a book stream")
     parser.add_argument("--longest", type=int, default=131072, help="longest stretch, in training and in evaluation")
@@ -120,14 +124,23 @@ def books_loss(model: hybrids.Hybrid, tokens: Tensor, states, window: int | None
     return loss.mean() + 0.2 * mtp.mean(), measured, states
 
 
-def answers(model: hybrids.Hybrid, task: recall.Recall, device: str, window: int | None, halves: str = "whole"):
-    """Logits at the questions, [rows, queries, vocabulary].
+Asked = tuple[Tensor, Tensor, Tensor]
+"""A recall task on the device: tokens [rows, length], places before the answers and the answers [rows, facts]."""
+
+
+def ask(seed: int, rows: int, length: int, facts: int, device: str) -> Asked:
+    task = recall.generate(seed, rows, length, facts, facts)
+    parts = (task.tokens, task.positions - 1, task.answers)
+    return tuple(torch.from_numpy(part).long().to(device) for part in parts)
+
+
+def answers(model: hybrids.Hybrid, task: Asked, window: int | None, halves: str = "whole") -> Tensor:
+    """Logits at the questions, [rows, facts, vocabulary].
 
     `halves`: `whole` rows at once; `carried`: the second half from the first half's states; `shuffled`: from the states
     of another row.
     """
-    tokens = torch.from_numpy(task.tokens).long().to(device)
-    at = torch.from_numpy(task.positions - 1).to(device)
+    tokens, at, _ = task
     if halves == "whole":
         hidden, _ = model.trunk(tokens, None, window)
     else:
@@ -137,19 +150,15 @@ def answers(model: hybrids.Hybrid, task: recall.Recall, device: str, window: int
             states = [None if state is None else tuple(part.roll(1, 0) for part in state) for state in states]
         hidden, _ = model.trunk(tokens[:, middle:], states, window)
         at = at - middle
-    return model.logits(hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))).float()
+    rows = torch.arange(len(at), device=at.device)[:, None]
+    return model.logits(hidden[rows, at]).float()
 
 
-def recall_loss(model: hybrids.Hybrid, run: argparse.Namespace, step: int, level: int, device: str):
-    """Loss at the answers, share of right ones, and the level drawn: the highest reached at seven steps of ten."""
+def draw_level(run: argparse.Namespace, step: int, level: int) -> tuple[int, int]:
+    """Which recall task a step trains on, the highest reached at seven steps of ten, and its seed."""
     random = np.random.default_rng([run.seed, 2, step])
     drawn = level if random.random() < 0.7 else int(random.integers(0, level + 1))
-    length, pairs, queries = LEVELS[drawn]
-    task = recall.generate(int(random.integers(2**31)), max(1, run.tokens // length), length, pairs, queries)
-    logits = answers(model, task, device, WINDOW)
-    target = torch.from_numpy(task.answers).long().to(device)
-    right = (logits.detach().argmax(-1) == target).float().mean()
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten()), right, drawn
+    return drawn, int(random.integers(2**31))
 
 
 def optimizer(model: hybrids.Hybrid, run: argparse.Namespace, device: str) -> torch.optim.AdamW:
@@ -172,63 +181,111 @@ def identity(run: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(run, name) for name in names}
 
 
-def train(run: argparse.Namespace, device: str) -> hybrids.Hybrid | None:
-    """The trained model, or None when it was stopped before the last step."""
-    started = time.monotonic()
-    model = hybrids.build(run.model, run.size, run.seed).to(device)
-    adam, data = optimizer(model, run, device), Books(run, device)
+@dataclass
+class Progress:
+    """What goes from step to step beside the weights: the recall level, its running share of right answers, states."""
+
+    level: int = 0
+    mean: float = 0.0
+    states: list[hybrids.State | None] | None = None
+
+
+def advance(
+    model: hybrids.Hybrid, adam: torch.optim.AdamW, data: Books, run: argparse.Namespace, step: int, progress: Progress
+) -> dict[str, object]:
+    """One step on the weights and on `progress`; its line of the log."""
+    device = data.text.device.type
+    for group in adam.param_groups:
+        group["lr"] = learning_rate(run, step)
+    adam.zero_grad(set_to_none=True)
+    tokens, stream = data.batch(step)
+    window = WINDOW if stream and step % 2 == 0 else None
+    drawn, seed = draw_level(run, step, progress.level)
+    task = ask(seed, max(1, run.tokens // LEVELS[drawn][0]), *LEVELS[drawn], device)
+    task_window = None if step % 4 == 3 else WINDOW
+    kept = np.random.default_rng([run.seed, 3, step]).random(len(tokens)) >= 1 / 32
+    kept = torch.from_numpy(kept).to(device)  # every copy to the device stands here, before there is work to wait for
+
+    with torch.autocast(device, torch.bfloat16):
+        carried = progress.states if stream else None
+        loss, measured, after = books_loss(model, tokens, carried, window, data.bytes)
+    loss.backward()
+    if stream:
+        progress.states = [None if state is None else tuple(reset(part, kept) for part in state) for state in after]
+    with torch.autocast(device, torch.bfloat16):
+        logits = answers(model, task, task_window)
+        asked = F.cross_entropy(logits.flatten(0, 1), task[2].flatten())
+    asked.backward()
+    right = (logits.detach().argmax(-1) == task[2]).float().mean()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    adam.step()
+    values = torch.stack([loss.detach(), asked.detach(), *measured, right, norm]).tolist()
+    if not all(map(math.isfinite, values)):
+        raise SystemExit(f"step {step}: the loss is not finite: {values}")
+    if drawn == progress.level and task_window:
+        progress.mean = 0.9 * progress.mean + 0.1 * values[4]
+        longer = progress.level + 1
+        if progress.mean > 0.9 and longer < len(LEVELS) and LEVELS[longer][0] <= run.tokens:
+            progress.level, progress.mean = longer, 0.0
+    lengths = {"length": tokens.shape[1] - 2, "window": window, "asked": LEVELS[drawn][0], "asked_window": task_window}
+    return {"step": step, **dict(zip(LOGGED, values, strict=True)), **lengths}
+
+
+def steps_that_fit(run: argparse.Namespace, device: str, started: float) -> int:
+    """As many steps as end `run.fit` seconds after `started`, by the time that steps of each length take here."""
+    trial = argparse.Namespace(**vars(run) | {"steps": 1000})
+    model, data = hybrids.build(run.model, run.size, run.seed).to(device), Books(trial, device)
+    adam, progress = optimizer(model, run, device), Progress()
+    lengths = [data.shape(step)[1] for step in range(trial.steps)]
+    seconds = {}
+    for length in set(lengths):
+        step = lengths.index(length)
+        for _ in range(3):
+            advance(model, adam, data, trial, step, progress)
+        begun = time.monotonic()
+        for _ in range(5):
+            advance(model, adam, data, trial, step, progress)
+        seconds[length] = (time.monotonic() - begun) / 5
+    left = run.fit - (time.monotonic() - started)
+    steps = int(left / np.mean([seconds[length] for length in lengths]))
+    if steps < 1:
+        raise SystemExit(f"--fit {run.fit}: not one step fits; a step takes {seconds} seconds by its length")
+    print(f"--steps {steps} fit; seconds a step by length: {seconds}", flush=True)
+    return steps
+
+
+def train(run: argparse.Namespace, device: str, started: float) -> tuple[hybrids.Hybrid, bool]:
+    """The model, and whether the last step was reached; `started`: the monotonic clock at the command's start."""
     run.out.mkdir(parents=True, exist_ok=True)
     log, checkpoint = run.out / "log.jsonl", run.out / "checkpoint.pt"
-    first, level, mean, states, lines = 0, 0, 0.0, None, []
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, map_location=device, weights_only=True)
+    saved = torch.load(checkpoint, map_location=device, weights_only=True) if checkpoint.exists() else None
+    if run.fit:
+        run.steps = saved["identity"]["steps"] if saved else steps_that_fit(run, device, started)
+    model = hybrids.build(run.model, run.size, run.seed).to(device)
+    adam, data = optimizer(model, run, device), Books(run, device)
+    first, progress, lines = 0, Progress(), []
+    if saved:
         if saved["identity"] != identity(run):
             raise SystemExit(f"{checkpoint} is of another run: {saved['identity']}; choose another --out or remove it")
         model.load_state_dict(saved["model"])
         adam.load_state_dict(saved["adam"])
-        first, level, mean, states = saved["step"], saved["level"], saved["mean"], saved["states"]
+        first, progress = saved["step"], Progress(**saved["progress"])
         lines = log.read_text().splitlines()[:first]
     log.write_text("".join(line + "\n" for line in lines))
     with log.open("a") as file:
         for step in range(first, run.steps):
-            for group in adam.param_groups:
-                group["lr"] = learning_rate(run, step)
-            adam.zero_grad(set_to_none=True)
-            tokens, stream = data.batch(step)
-            window = WINDOW if stream and step % 2 == 0 else None
-            with torch.autocast(device, torch.bfloat16):
-                loss, measured, after = books_loss(model, tokens, states if stream else None, window, data.bytes)
-            loss.backward()
-            if stream:
-                kept = torch.from_numpy(np.random.default_rng([run.seed, 3, step]).random(len(tokens)) >= 1 / 32)
-                states = [None if state is None else tuple(reset(part, kept) for part in state) for state in after]
-            with torch.autocast(device, torch.bfloat16):
-                asked, right, drawn = recall_loss(model, run, step, level, device)
-            asked.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            adam.step()
-            values = torch.stack([loss.detach(), asked.detach(), *measured, right, norm]).tolist()
-            if not all(map(math.isfinite, values)):
-                raise SystemExit(f"step {step}: the loss is not finite: {values}")
-            named = dict(zip(LOGGED, values, strict=True))
-            line = {"step": step, **named, "length": tokens.shape[1] - 2, "window": window, "asked": LEVELS[drawn][0]}
+            line = advance(model, adam, data, run, step, progress)
             file.write(json.dumps(line | {"seconds": round(time.monotonic() - started, 3)}) + "\n")
-            if drawn == level:
-                mean = 0.9 * mean + 0.1 * named["recall"]
-                if mean > 0.9 and level + 1 < len(LEVELS) and LEVELS[level + 1][0] <= run.tokens:
-                    level, mean = level + 1, 0.0
             stopping = time.monotonic() - started > run.stop_after
             if (step + 1) % run.save_every == 0 or step + 1 == run.steps or stopping:
                 file.flush()
-                saved = {"identity": identity(run), "step": step + 1, "level": level, "mean": mean, "states": states}
-                torch.save(
-                    saved | {"model": model.state_dict(), "adam": adam.state_dict()}, checkpoint.with_suffix(".new")
-                )
+                state = {"model": model.state_dict(), "adam": adam.state_dict(), "progress": vars(progress)}
+                torch.save(state | {"identity": identity(run), "step": step + 1}, checkpoint.with_suffix(".new"))
                 checkpoint.with_suffix(".new").replace(checkpoint)
-                print(json.dumps(line | {"level": level}), flush=True)
+                print(json.dumps(line | {"level": progress.level}), flush=True)
             if stopping and step + 1 < run.steps:
-                return None
-    return model
+                return model, False
+    return model, True
 
 
 def reset(part: Tensor, kept: Tensor) -> Tensor:
@@ -266,10 +323,10 @@ def evaluate(model: hybrids.Hybrid, run: argparse.Namespace, device: str) -> dic
         "last_over_flat": by_position[-1] / (sum(by_position[early:-1]) / len(by_position[early:-1])),
         "mtp_top1": sum(mtp) / len(mtp),
     }
-    for length, pairs, queries in LEVELS:
-        if length > run.tokens:
+    for length, facts in LEVELS + UNSEEN:
+        if length > run.longest:
             continue
-        task = recall.generate(10**6 + run.seed, max(2, min(64, run.tokens // length)), length, pairs, queries)
+        task = ask(10**6 + run.seed, min(64, max(4, 16 * run.tokens // length)), length, facts, device)
         score = {}
         for name, window, halves in [
             ("full", None, "whole"),
@@ -277,9 +334,8 @@ def evaluate(model: hybrids.Hybrid, run: argparse.Namespace, device: str) -> dic
             ("carried", WINDOW, "carried"),
             ("shuffled", WINDOW, "shuffled"),
         ]:
-            chosen = answers(model, task, device, window, halves).argmax(-1).cpu().numpy()
-            score[name] = float((chosen == task.answers).mean())
-        result[f"recall_{length}"] = score | {"pairs": pairs, "questions": int(task.answers.size)}
+            score[name] = (answers(model, task, window, halves).argmax(-1) == task[2]).float().mean().item()
+        result[f"recall_{length}_{facts}"] = score | {"questions": task[2].numel()}
     torch.set_float32_matmul_precision(precision)
     return result
 
@@ -329,12 +385,15 @@ def card(run: argparse.Namespace, result: dict, log: list[dict], parameters: int
     """The model card, every number of it from the log and the evaluation."""
     positions = "\n".join(f"| {span} | {b:.3f} |" for span, b in result["bits_per_byte_by_position"].items())
     tasks = "\n".join(
-        f"| {name.split('_')[1]} | {r['pairs']} | {r['questions']} | "
+        "| {1} | {2} |".format(*name.split("_"))
+        + f" {r['questions']} | "
         + " | ".join(f"{r[way]:.1%}" for way in ("full", "masked", "carried", "shuffled"))
         + " |"
         for name, r in result.items()
         if name.startswith("recall_")
     )
+    done = "" if len(log) == run.steps else f" Stopped after {len(log)} of these steps."
+    asked = max(line["asked"] for line in log)
     trained = sum(max(run.tokens, line["length"]) for line in log)
     return f"""---
 language: en
@@ -344,7 +403,7 @@ license: apache-2.0
 
 A model of {parameters:,} parameters (its one-layer MTP head among them) to measure decoding with, not to write with.
 Trained by `experiments/train_tiny.py --model {run.model} --size {run.size} --steps {run.steps} --tokens {run.tokens}
---segment {run.segment} --longest {run.longest} --learning-rate {run.learning_rate} --seed {run.seed}`.
+--segment {run.segment} --longest {run.longest} --learning-rate {run.learning_rate} --seed {run.seed}`.{done}
 
 - Data: the training split of `experiments/assets/books` ({trained:,} tokens seen, with repeats) and as many again of
   generated recall tasks; byte-level BPE of {vocabulary.SIZE:,} tokens. Jane Austen's novels are held out.
@@ -358,7 +417,8 @@ Trained by `experiments/train_tiny.py --model {run.model} --size {run.size} --st
 {positions}
 
 Recall: share of questions answered. Full attention; attention masked beyond {WINDOW} tokens; masked, the second half
-from the first half's recurrent states alone; and the same from the states of another row.
+from the first half's recurrent states alone; and the same from the states of another row. Training asked over at most
+{asked:,} tokens, and for at most 16 facts.
 
 | tokens | facts | questions | full | masked | carried | shuffled |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -369,15 +429,16 @@ Evaluated in float32 on the bfloat16 weights. The books are not PG-19.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    run = options(arguments)
+    started, run = time.monotonic(), options(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # repeatable without it: nothing reads such memory
     torch.set_float32_matmul_precision("high")
-    model = train(run, device)
-    if model is None:
-        print("stopped; the same command goes on from the checkpoint")
-        return 3
+    model, finished = train(run, device, started)
+    if not finished:
+        print("stopped; the same command goes on from the checkpoint", flush=True)
+        if not run.ship:
+            return 3
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
@@ -386,7 +447,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(result, indent=1))
     if run.ship:
         ship(model, run, result)
-    return 0
+    return 0 if finished else 3
 
 
 if __name__ == "__main__":

@@ -15,11 +15,15 @@ SMOKE = ["--size", "smoke", "--tokens", "512", "--segment", "256", "--longest", 
 SMOKE += ["--learning-rate", "1e-2"]
 
 
-@pytest.fixture(autouse=True)
-def short_books(monkeypatch):
+@pytest.fixture(scope="module")
+def few():
     """The first 60,000 characters of one book a split, so that no test waits for the tokenizer."""
     read = {split: books.load(split)[-1] for split in books.SPLITS}
-    few = {split: {book.title: vocabulary.encode(book.text[:60_000])} for split, book in read.items()}
+    return {split: {book.title: vocabulary.encode(book.text[:60_000])} for split, book in read.items()}
+
+
+@pytest.fixture(autouse=True)
+def short_books(monkeypatch, few):
     monkeypatch.setattr(vocabulary, "tokens", few.__getitem__)
     recall._filler.cache_clear()
     yield
@@ -73,7 +77,7 @@ def test_the_loss_falls_and_the_shipped_folder_gives_the_same_logits_in_transfor
     card = (folder / "README.md").read_text()
     assert f"{result['bits_per_byte']:.3f} bits per byte" in card
     assert f"--model {model} --size smoke --steps 20" in card
-    assert set(result["recall_256"]) == {"full", "masked", "carried", "shuffled", "pairs", "questions"}
+    assert set(result["recall_256_8"]) == {"full", "masked", "carried", "shuffled", "questions"}
 
 
 @pytest.mark.slow
@@ -86,6 +90,27 @@ def test_a_run_stopped_at_every_step_has_the_losses_of_one_that_was_not(model, t
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
     results = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("whole", "parts")]
     assert results[0] == results[1]
+
+
+def test_a_stopped_run_ships_what_it_has_and_says_so(tmp_path):
+    assert run(tmp_path / "run", "nemotron-h", 9, "--stop-after", 0, "--ship", tmp_path / "shipped") == 3
+    assert "Stopped after 1 of these steps." in (tmp_path / "shipped" / "README.md").read_text()
+    assert len((tmp_path / "shipped" / "training.jsonl").read_text().splitlines()) == 1
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shipped")
+
+
+@pytest.mark.slow
+def test_steps_that_fit_are_as_good_as_steps_that_were_asked_for(tmp_path, monkeypatch):
+    fitted = []
+    count = train_tiny.steps_that_fit
+    monkeypatch.setattr(train_tiny, "steps_that_fit", lambda *a: fitted.append(min(count(*a), 3)) or fitted[-1])
+    for _ in range(2):
+        assert run(tmp_path / "fit", "nemotron-h", 1, "--fit", 600, "--stop-after", 0) == 3
+    assert fitted == [3]
+    assert run(tmp_path / "asked", "nemotron-h", 3) == 0
+    assert log(tmp_path / "fit") == log(tmp_path / "asked")[:2]
+    with pytest.raises(SystemExit, match=r"--fit 0\.001: not one step fits"):
+        run(tmp_path / "none", "nemotron-h", 1, "--fit", 0.001)
 
 
 def test_a_checkpoint_of_another_run_is_refused_in_one_line(tmp_path):
@@ -102,7 +127,7 @@ def test_tokens_that_do_not_divide_are_refused(tmp_path, capsys):
 
 def test_a_perfect_memory_scores_as_one_and_another_rows_state_does_not():
     """The split into halves, the shuffled state and the positions, on a model that remembers all it has read."""
-    task = recall.generate(1, 4, 256, 8, 16)
+    task = train_tiny.ask(1, 4, 256, 8, "cpu")
 
     class Remembering:
         """Its state is the tokens read; its hidden state the answer that follows from them."""
@@ -121,5 +146,5 @@ def test_a_perfect_memory_scores_as_one_and_another_rows_state_does_not():
             return hidden
 
     for halves, low, high in (("whole", 1, 1), ("carried", 1, 1), ("shuffled", 0, 0.2)):
-        chosen = train_tiny.answers(Remembering(), task, "cpu", None, halves).argmax(-1).numpy()
-        assert low <= (chosen == task.answers).mean() <= high, halves
+        chosen = train_tiny.answers(Remembering(), task, None, halves).argmax(-1)
+        assert low <= (chosen == task[2]).float().mean() <= high, halves

@@ -1,14 +1,15 @@
 """Recall tasks: facts scattered through a book, questions about them many intervals later.
 
     from experiments.assets import recall
-    task = recall.generate(seed=1, rows=4, length=2048, pairs=16, queries=32)
+    task = recall.generate(seed=1, rows=4, length=2048, pairs=16, queries=16)
     recall.accuracy(task, predicted)            # predicted: the most probable next token at every position
 
 Multi-query associative recall in the models' own vocabulary. A fact is the line `@ KEY VALUE`, a question the line
 `# KEY VALUE`, each four tokens with its newline; a model is scored on the VALUE of the questions, which it must have
-kept since the fact. Everything between is training text. Facts stand in the first half of a row and questions in the
-second, so the distances spread from near 0 to the whole length: with 2,048 tokens up to 128 intervals of 16. Keys and
-values are drawn from two disjoint lists of 64 words; guessing a word seen in the row is right once in `pairs`.
+kept since the fact: no fact is asked for twice, so that no question tells another's answer. Everything between is
+training text. Facts stand in the first half of a row and questions in the second, so the distances spread from near 0
+to the whole length: with 2,048 tokens up to 128 intervals of 16. Keys and values are drawn from two disjoint lists of
+64 words; guessing a word seen in the row is right once in `pairs`.
 """
 
 from dataclasses import dataclass
@@ -65,19 +66,19 @@ def _filler() -> np.ndarray:
 def generate(seed: int, rows: int, length: int, pairs: int, queries: int) -> Recall:
     """A batch of rows, the same for the same arguments.
 
-    `length` tokens a row (a multiple of 8), `pairs` facts of distinct keys (1 to 64), `queries` questions about facts
-    drawn with replacement. Raises ValueError, in one line, where they do not fit.
+    `length` tokens a row (a multiple of 8), `pairs` facts of distinct keys (1 to 64), `queries` questions about as many
+    of the facts. Raises ValueError, in one line, where they do not fit.
     """
     half = length // LINE // 2
-    if length % (2 * LINE) or not 1 <= pairs <= min(WORDS, half) or not 1 <= queries <= half:
+    if length % (2 * LINE) or not 1 <= pairs <= min(WORDS, half) or not 1 <= queries <= pairs:
         raise ValueError(
             f"recall: length {length}, pairs {pairs}, queries {queries}: a row needs a length that is a multiple of "
-            f"{2 * LINE}, pairs from 1 to {WORDS}, and at most length / {2 * LINE} of each"
+            f"{2 * LINE}, pairs from 1 to {WORDS} and at most length / {2 * LINE}, and queries from 1 to pairs"
         )
     random = np.random.default_rng([seed, length, pairs, queries])
-    keys, values = (np.stack([random.permutation(list_)[:pairs] for _ in range(rows)]) for list_ in words())
+    keys, values = (list_[random.random((rows, WORDS)).argsort(1)[:, :pairs]] for list_ in words())
     values = np.take_along_axis(values, random.integers(0, pairs, (rows, pairs)), 1)  # values may repeat
-    asked = random.integers(0, pairs, (rows, queries))
+    asked = random.random((rows, pairs)).argsort(1)[:, :queries]
     told_at = np.sort(random.random((rows, half)).argsort(1)[:, :pairs], 1)
     asked_at = np.sort(random.random((rows, half)).argsort(1)[:, :queries], 1) + half
 
