@@ -10,10 +10,14 @@ transformers'.
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import NemotronHConfig, NemotronHForCausalLM
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
@@ -173,6 +177,36 @@ def build(name: str, size: str = "tiny", seed: int = 0) -> Hybrid:
             module.dt_bias.fill_(math.log(math.expm1(dt)))
             module.A_log.copy_(-torch.log(dt * length))
     return hybrid
+
+
+def save(hybrid: Hybrid, folder: Path) -> None:
+    """`config.json` and `model.safetensors`: the weights in bfloat16, under the names of real checkpoints."""
+    tensors = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in _shipped(hybrid).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = hybrid.model.config
+    config.architectures, config.dtype = [type(hybrid.model).__name__], "bfloat16"
+    config.save_pretrained(folder)
+
+
+def load(folder: Path) -> tuple[Hybrid, int]:
+    """A saved model with its weights in float32, and its seed; `training.json` there says which model it is."""
+    run = json.loads((folder / "training.json").read_text())
+    hybrid = build(run["model"], run["size"], run["seed"])
+    with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
+        for name, tensor in _shipped(hybrid).items():
+            tensor.copy_(file.get_tensor(name))
+    return hybrid, run["seed"]
+
+
+def _shipped(hybrid: Hybrid) -> dict[str, Tensor]:
+    """Each tensor that a folder holds, by its name there."""
+    tensors = {f"mtp.{name}": tensor for name, tensor in hybrid.mtp.state_dict().items()}
+    for name, tensor in hybrid.model.state_dict().items():
+        if hybrid.is_nemotron:
+            name = name.replace("model.", "backbone.", 1)
+        if name != "lm_head.weight" or not hybrid.model.config.tie_word_embeddings:
+            tensors[name] = tensor
+    return tensors
 
 
 def nemotron_block(block: nn.Module, x: Tensor, state: State | None, window: int | None):

@@ -27,7 +27,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault(
@@ -37,17 +36,13 @@ os.environ.setdefault(
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+import transformers
 from torch import Tensor
 
-from experiments import hybrids
-from experiments.assets import recall, vocabulary
+from experiments import evaluate_tiny, hybrids
+from experiments.assets import vocabulary
+from experiments.evaluate_tiny import LEVELS, WINDOW, answers, ask
 
-WINDOW = 64
-LEVELS = [(128, 4), (256, 8), (512, 16), (1024, 16), (2048, 16), (4096, 16)]
-"""Recall tasks by difficulty: tokens a row, and facts, each of which is asked for once."""
-UNSEEN = [(2048, 32), (8192, 16), (16384, 16), (131072, 16)]
-"""Recall tasks that no step trains on: more facts, or longer."""
 LOGGED = ("loss", "recall_loss", "bits_per_byte", "mtp_bits_per_byte", "recall", "norm")
 
 
@@ -124,36 +119,6 @@ def books_loss(model: hybrids.Hybrid, tokens: Tensor, states, window: int | None
     return loss.mean() + 0.2 * mtp.mean(), measured, states
 
 
-Asked = tuple[Tensor, Tensor, Tensor]
-"""A recall task on the device: tokens [rows, length], places before the answers and the answers [rows, facts]."""
-
-
-def ask(seed: int, rows: int, length: int, facts: int, device: str) -> Asked:
-    task = recall.generate(seed, rows, length, facts, facts)
-    parts = (task.tokens, task.positions - 1, task.answers)
-    return tuple(torch.from_numpy(part).long().to(device) for part in parts)
-
-
-def answers(model: hybrids.Hybrid, task: Asked, window: int | None, halves: str = "whole") -> Tensor:
-    """Logits at the questions, [rows, facts, vocabulary].
-
-    `halves`: `whole` rows at once; `carried`: the second half from the first half's states; `shuffled`: from the states
-    of another row.
-    """
-    tokens, at, _ = task
-    if halves == "whole":
-        hidden, _ = model.trunk(tokens, None, window)
-    else:
-        middle = tokens.shape[1] // 2
-        _, states = model.trunk(tokens[:, :middle], None, window)
-        if halves == "shuffled":
-            states = [None if state is None else tuple(part.roll(1, 0) for part in state) for state in states]
-        hidden, _ = model.trunk(tokens[:, middle:], states, window)
-        at = at - middle
-    rows = torch.arange(len(at), device=at.device)[:, None]
-    return model.logits(hidden[rows, at]).float()
-
-
 def draw_level(run: argparse.Namespace, step: int, level: int) -> tuple[int, int]:
     """Which recall task a step trains on, the highest reached at seven steps of ten, and its seed."""
     random = np.random.default_rng([run.seed, 2, step])
@@ -183,8 +148,10 @@ def identity(run: argparse.Namespace) -> dict[str, object]:
 
 @dataclass
 class Progress:
-    """What goes from step to step beside the weights: the recall level, its running share of right answers, states."""
+    """What goes from step to step beside the weights: book tokens read, recall level, running share of its right
+    answers, recurrent states of the streams."""
 
+    read: int = 0
     level: int = 0
     mean: float = 0.0
     states: list[hybrids.State | None] | None = None
@@ -227,7 +194,14 @@ def advance(
         longer = progress.level + 1
         if progress.mean > 0.9 and longer < len(LEVELS) and LEVELS[longer][0] <= run.tokens:
             progress.level, progress.mean = longer, 0.0
-    lengths = {"length": tokens.shape[1] - 2, "window": window, "asked": LEVELS[drawn][0], "asked_window": task_window}
+    progress.read += tokens.shape[0] * (tokens.shape[1] - 2)
+    lengths = {
+        "read": progress.read,
+        "length": tokens.shape[1] - 2,
+        "window": window,
+        "asked": LEVELS[drawn][0],
+        "asked_window": task_window,
+    }
     return {"step": step, **dict(zip(LOGGED, values, strict=True)), **lengths}
 
 
@@ -293,139 +267,18 @@ def reset(part: Tensor, kept: Tensor) -> Tensor:
     return part.detach() * kept.to(part).view(-1, *[1] * (part.ndim - 1))
 
 
-@torch.no_grad()
-def evaluate(model: hybrids.Hybrid, run: argparse.Namespace, device: str) -> dict[str, object]:
-    """Bits per byte on held-out books by position, recall as trained, masked, and with another row's state; float32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    lengths = torch.from_numpy(vocabulary.byte_lengths()).to(device)
-    edges = [0, *(2**power for power in range(9, 17) if 2**power < run.longest), run.longest]
-    nats, bytes_, mtp = torch.zeros(len(edges) - 1), torch.zeros(len(edges) - 1), []
-    documents = stretches(run.longest, run.documents)
-    for _, tokens in documents:
-        tokens = torch.from_numpy(tokens).long().to(device)[None]
-        hidden, _ = model.trunk(tokens[:, :-2])
-        loss = F.cross_entropy(model.logits(hidden).float()[0], tokens[0, 1:-1], reduction="none")
-        size = lengths[tokens[0, 1:-1]]
-        for index, (low, high) in enumerate(pairwise(edges)):
-            nats[index] += loss[low:high].sum().cpu()
-            bytes_[index] += size[low:high].sum().cpu()
-        foretold = model.logits(model.ahead(hidden, tokens[:, 1:-1]))[0].argmax(-1)
-        mtp.append((foretold == tokens[0, 2:]).float().mean().item())
-    by_position = (nats / bytes_ / math.log(2)).tolist()
-    early = 3 if len(edges) > 6 else 0  # from 2,048 tokens on
-    result: dict[str, object] = {
-        "documents": [title for title, _ in documents],
-        "bits_per_byte": float(nats.sum() / bytes_.sum() / math.log(2)),
-        "bits_per_byte_by_position": {
-            f"{low}-{high - 1}": b for (low, high), b in zip(pairwise(edges), by_position, strict=True)
-        },
-        "last_over_flat": by_position[-1] / (sum(by_position[early:-1]) / len(by_position[early:-1])),
-        "mtp_top1": sum(mtp) / len(mtp),
-    }
-    for length, facts in LEVELS + UNSEEN:
-        if length > run.longest:
-            continue
-        task = ask(10**6 + run.seed, min(64, max(4, 16 * run.tokens // length)), length, facts, device)
-        score = {}
-        for name, window, halves in [
-            ("full", None, "whole"),
-            ("masked", WINDOW, "whole"),
-            ("carried", WINDOW, "carried"),
-            ("shuffled", WINDOW, "shuffled"),
-        ]:
-            score[name] = (answers(model, task, window, halves).argmax(-1) == task[2]).float().mean().item()
-        result[f"recall_{length}_{facts}"] = score | {"questions": task[2].numel()}
-    torch.set_float32_matmul_precision(precision)
-    return result
-
-
-def stretches(length: int, count: int) -> list[tuple[str, np.ndarray]]:
-    """Up to `count` stretches of `length` + 2 tokens of the held-out books, the beginnings of all books first."""
-    books = vocabulary.tokens("held_out")
-    parts = [
-        (f"{title} from token {start}", tokens[start : start + length + 2])
-        for start in range(0, max(map(len, books.values())), length)
-        for title, tokens in books.items()
-        if start + length + 2 <= len(tokens)
-    ]
-    if not parts:
-        raise SystemExit(f"--longest {length}: no held-out book has so many tokens")
-    return parts[:count]
-
-
-def ship(model: hybrids.Hybrid, run: argparse.Namespace, result: dict[str, object]) -> None:
-    """The Hugging Face folder: weights under the checkpoint's own names, in bfloat16, tokenizer, card, log."""
+def ship(model: hybrids.Hybrid, run: argparse.Namespace) -> None:
+    """The Hugging Face folder without its evaluation: weights under the checkpoint's own names, tokenizer, log."""
     run.ship.mkdir(parents=True, exist_ok=True)
-    tensors = {f"mtp.{name}": tensor for name, tensor in model.mtp.state_dict().items()}
-    for name, tensor in model.model.state_dict().items():
-        if model.is_nemotron:
-            name = name.replace("model.", "backbone.", 1)
-        if name != "lm_head.weight" or not model.model.config.tie_word_embeddings:
-            tensors[name] = tensor
-    tensors = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, run.ship / "model.safetensors", metadata={"format": "pt"})
-    config = model.model.config
-    config.architectures, config.dtype = [type(model.model).__name__], "bfloat16"
-    config.save_pretrained(run.ship)
+    hybrids.save(model, run.ship)
     for path in vocabulary.FOLDER.iterdir():
         shutil.copy(path, run.ship)
     lines = (run.out / "log.jsonl").read_text().splitlines()
-    thin = [line for step, line in enumerate(lines) if step < 100 or step % 10 == 9]
+    thin = [line for step, line in enumerate(lines) if step < 100 or step % 10 == 9 or step + 1 == len(lines)]
     (run.ship / "training.jsonl").write_text("\n".join(thin) + "\n")
-    (run.ship / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    (run.ship / "README.md").write_text(card(run, result, [json.loads(line) for line in lines], sum_of(tensors)))
-
-
-def sum_of(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
-
-
-def card(run: argparse.Namespace, result: dict, log: list[dict], parameters: int) -> str:
-    """The model card, every number of it from the log and the evaluation."""
-    positions = "\n".join(f"| {span} | {b:.3f} |" for span, b in result["bits_per_byte_by_position"].items())
-    tasks = "\n".join(
-        "| {1} | {2} |".format(*name.split("_"))
-        + f" {r['questions']} | "
-        + " | ".join(f"{r[way]:.1%}" for way in ("full", "masked", "carried", "shuffled"))
-        + " |"
-        for name, r in result.items()
-        if name.startswith("recall_")
-    )
-    done = "" if len(log) == run.steps else f" Stopped after {len(log)} of these steps."
-    asked = max(line["asked"] for line in log)
-    trained = sum(max(run.tokens, line["length"]) for line in log)
-    return f"""---
-language: en
-license: apache-2.0
----
-# {run.size}-{run.model}
-
-A model of {parameters:,} parameters (its one-layer MTP head among them) to measure decoding with, not to write with.
-Trained by `experiments/train_tiny.py --model {run.model} --size {run.size} --steps {run.steps} --tokens {run.tokens}
---segment {run.segment} --longest {run.longest} --learning-rate {run.learning_rate} --seed {run.seed}`.{done}
-
-- Data: the training split of `experiments/assets/books` ({trained:,} tokens seen, with repeats) and as many again of
-  generated recall tasks; byte-level BPE of {vocabulary.SIZE:,} tokens. Jane Austen's novels are held out.
-- Last 100 steps: {np.mean([line["bits_per_byte"] for line in log[-100:]]):.3f} bits per byte on training text.
-- Held-out books: {result["bits_per_byte"]:.3f} bits per byte over {len(result["documents"])} stretches of
-  {run.longest:,} tokens; the last bucket of positions is {result["last_over_flat"]:.3f} times the mean of those before
-  (from 2,048 on). The MTP head's first choice is the token after next at {result["mtp_top1"]:.1%} of positions.
-
-| position | held-out bits per byte |
-| --- | --- |
-{positions}
-
-Recall: share of questions answered. Full attention; attention masked beyond {WINDOW} tokens; masked, the second half
-from the first half's recurrent states alone; and the same from the states of another row. Training asked over at most
-{asked:,} tokens, and for at most 16 facts.
-
-| tokens | facts | questions | full | masked | carried | shuffled |
-| --- | --- | --- | --- | --- | --- | --- |
-{tasks}
-
-Evaluated in float32 on the bfloat16 weights. The books are not PG-19.
-"""
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    told = identity(run) | {"device": where, "torch": torch.__version__, "transformers": transformers.__version__}
+    (run.ship / "training.json").write_text(json.dumps(told, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -442,11 +295,13 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.bfloat16())
-    result = evaluate(model, run, device)
+    if run.ship:
+        ship(model, run)
+    result = evaluate_tiny.evaluate(model, run.longest, run.documents, run.seed, device)
     (run.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     if run.ship:
-        ship(model, run, result)
+        evaluate_tiny.describe(run.ship, result)
     return 0 if finished else 3
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from experiments import hybrids, train_tiny
+from experiments import evaluate_tiny, hybrids, train_tiny
 from experiments.assets import books, recall, vocabulary
 
 SMOKE = ["--size", "smoke", "--tokens", "512", "--segment", "256", "--longest", "1024", "--documents", "2"]
@@ -75,6 +75,9 @@ def test_the_loss_falls_and_the_shipped_folder_gives_the_same_logits_in_transfor
     assert ("mtp.layers.0.eh_proj.weight" if model == "nemotron-h" else "mtp.fc.weight") in names
     result = json.loads((folder / "evaluation.json").read_text())
     card = (folder / "README.md").read_text()
+    assert evaluate_tiny.main([str(folder), "--longest", "1024", "--documents", "2"]) == 0
+    assert json.loads((folder / "evaluation.json").read_text()) == result
+    assert (folder / "README.md").read_text() == card
     assert f"{result['bits_per_byte']:.3f} bits per byte" in card
     assert f"--model {model} --size smoke --steps 20" in card
     assert set(result["recall_256_8"]) == {"full", "masked", "carried", "shuffled", "questions"}
@@ -94,7 +97,7 @@ def test_a_run_stopped_at_every_step_has_the_losses_of_one_that_was_not(model, t
 
 def test_a_stopped_run_ships_what_it_has_and_says_so(tmp_path):
     assert run(tmp_path / "run", "nemotron-h", 9, "--stop-after", 0, "--ship", tmp_path / "shipped") == 3
-    assert "Stopped after 1 of these steps." in (tmp_path / "shipped" / "README.md").read_text()
+    assert "was stopped after 1 of these steps." in (tmp_path / "shipped" / "README.md").read_text()
     assert len((tmp_path / "shipped" / "training.jsonl").read_text().splitlines()) == 1
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shipped")
 
@@ -127,7 +130,7 @@ def test_tokens_that_do_not_divide_are_refused(tmp_path, capsys):
 
 def test_a_perfect_memory_scores_as_one_and_another_rows_state_does_not():
     """The split into halves, the shuffled state and the positions, on a model that remembers all it has read."""
-    task = train_tiny.ask(1, 4, 256, 8, "cpu")
+    task = evaluate_tiny.ask(1, 4, 256, 8, "cpu")
 
     class Remembering:
         """Its state is the tokens read; its hidden state the answer that follows from them."""
@@ -146,5 +149,11 @@ def test_a_perfect_memory_scores_as_one_and_another_rows_state_does_not():
             return hidden
 
     for halves, low, high in (("whole", 1, 1), ("carried", 1, 1), ("shuffled", 0, 0.2)):
-        chosen = train_tiny.answers(Remembering(), task, None, halves).argmax(-1)
+        chosen = evaluate_tiny.answers(Remembering(), task, None, halves).argmax(-1)
         assert low <= (chosen == task[2]).float().mean() <= high, halves
+
+
+def test_a_folder_that_training_did_not_ship_is_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        evaluate_tiny.main([str(tmp_path)])
+    assert "is no model that experiments/train_tiny.py shipped: it lacks training.json" in capsys.readouterr().err
