@@ -237,7 +237,7 @@ def train(run: argparse.Namespace, device: str, started: float) -> tuple[hybrids
         run.steps = saved["identity"]["steps"] if saved else steps_that_fit(run, device, started)
     model = hybrids.build(run.model, run.size, run.seed).to(device)
     adam, data = optimizer(model, run, device), Books(run, device)
-    first, progress, lines = 0, Progress(), []
+    first, progress, lines, before = 0, Progress(), [], 0.0
     if saved:
         if saved["identity"] != identity(run):
             raise SystemExit(f"{checkpoint} is of another run: {saved['identity']}; choose another --out or remove it")
@@ -245,11 +245,12 @@ def train(run: argparse.Namespace, device: str, started: float) -> tuple[hybrids
         adam.load_state_dict(saved["adam"])
         first, progress = saved["step"], Progress(**saved["progress"])
         lines = log.read_text().splitlines()[:first]
+        before = json.loads(lines[-1])["seconds"]
     log.write_text("".join(line + "\n" for line in lines))
     with log.open("a") as file:
         for step in range(first, run.steps):
             line = advance(model, adam, data, run, step, progress)
-            file.write(json.dumps(line | {"seconds": round(time.monotonic() - started, 3)}) + "\n")
+            file.write(json.dumps(line | {"seconds": round(before + time.monotonic() - started, 3)}) + "\n")
             stopping = time.monotonic() - started > run.stop_after
             if (step + 1) % run.save_every == 0 or step + 1 == run.steps or stopping:
                 file.flush()

@@ -91,6 +91,8 @@ def test_a_run_stopped_at_every_step_has_the_losses_of_one_that_was_not(model, t
         assert run(tmp_path / "parts", model, 6, "--stop-after", 0) == 3
     assert run(tmp_path / "parts", model, 6) == 0
     assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert seconds == sorted(seconds)
     results = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("whole", "parts")]
     assert results[0] == results[1]
 
