@@ -88,15 +88,15 @@ def _stored_many(geometry: Geometry) -> list[Launch]:
 
 
 def _replay_few(geometry: Geometry) -> list[Launch]:
-    last = {"registers": 168} if geometry.family == "kda" else {"eager": True}
-    capped: tuple[dict[str, Any], ...] = ({}, {"registers": 128}, last)
-    shapes = itertools.product(((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)), (8, 32))
+    whole = _tiles(geometry, 16)
+    other = {"registers": 168} if geometry.family == "kda" else {"eager": True}
+    shapes = itertools.product(((8, 1), (16, 1), (16, 2), (32, 2)), (8, 32), ({}, other))
+    walks = itertools.product((2, -(-whole // 2), whole), (1, 2), (None, 168))
     return [
-        *(
-            Launch(rows, 1, warps, lanes, stages=1, **more)
-            for ((rows, warps), lanes), more in itertools.product(shapes, capped)
-        ),
-        *(Launch(16, 2, 2, 8, stages=2, **more) for more in capped[:2]),
+        *(Launch(rows, 1, warps, lanes, stages=1, **more) for (rows, warps), lanes, more in shapes),
+        *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, warps, cap in walks),
+        *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
+        *(Launch(32, -(-whole // 2), 2, 8, 3, registers=cap) for cap in (None, 128)),
     ]
 
 

@@ -380,10 +380,9 @@ def _replay_kernel(
     out += row * strides.out[0] + head * strides.out[1]
 
     # Asked for before anything is used: what needs no cursor comes first, and whether to flush is decided last.
-    first = part * cut.ROWS + tl.arange(0, cut.M)
-    tiles = first_tile(state, part, cut)
+    S = ()
     if cut.TILES == 1:
-        S = load_state(tiles, first, end, cut)
+        S = load_state(first_tile(state, part, cut), part * cut.ROWS + tl.arange(0, cut.M), end, cut)
     token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
     q_token = inputs.q + row * strides.q[0] + group * strides.q[1]
     k_token = inputs.k + row * strides.k[0] + group * strides.k[1]
@@ -393,92 +392,76 @@ def _replay_kernel(
     k = token.k.to(tl.float32)
     k_rnorm = rnorm(tl.sum(k * k, axis=0))
     q_scale = rnorm(tl.sum(token.q * token.q, axis=0)) * scale
-    qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
 
     # What each ring token still weighs, and the checkpoint; decays of channels go into the keys.
     if form.CHANNELS:
-        gs, weight, decay = rnorms, rnorms, 1.0
+        weight, decay = rnorms, 1.0
     else:
         gs = load_ring(mine.g + entry * ring_strides.g[2], valid, cut)
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + token.g), 0.0)
         decay = exp(tl.sum(gs, axis=0) + token.g)
-    full = length == cut.L - 1
-    newest = (oldest + length) % cut.CAPACITY
-    new_d = mine.d + newest * ring_strides.d[2]
-    draws = None
-    if cut.TILES == 1 and ring.v is None:
-        # The checkpoint is held: a flush reads as any step does, and folds besides.
+    if cut.TILES == 1:
         d_old = load_ring_vectors(mine.d + entry * ring_strides.d[2], valid, p, end, cut)
         keys = _keys(mine, token, entry, valid, cut, form)
-        added_q, added_k = _added(keys, d_old, weight, token.q, k, form)
-        gs_now, q_now, k_now = (), (), ()
+    if length == cut.L - 1:
+        if cut.TILES > 1:
+            keys = _keys(mine, token, entry, valid, cut, form)
+        if form.CHANNELS:
+            ring_keys, decays = tl.trans(keys), exp(_since(mine, token.g, n, cut))[None, :]
+        else:
+            ring_keys, decays = keys, decay
+        raw = None
+        if ring.v is not None:
+            ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
+            ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
+            beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
+            if form.CHANNELS:
+                raw_keys, system = _channel_system(mine, rnorms, cut)
+                seen = rnorms
+            else:
+                raw_keys, system = tl.trans(keys), _scalar_system(keys, gs, rnorms, cut)
+                seen = rnorms * exp(_sum_earlier(gs, cut))
+            raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
+        draws = None
+        if form.DRAWN:
+            draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
+        elif part == 0:
+            if head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        _flush(
+            out, state, mine.d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale, k_rnorm,
+            raw, head, draws, part, end, cut,
+        )  # fmt: skip
+    else:
+        q_now, k_now = (), ()
+        if cut.TILES == 1:
+            if form.CHANNELS:
+                kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
+            else:
+                wide = keys.to(tl.float32)
+                kq, kk = tl.sum(wide * token.q[None, :], axis=1), tl.sum(wide * k[None, :], axis=1)
+            added_q = tl.sum((weight * kq)[:, None] * d_old, axis=0)
+            added_k = tl.sum((weight * kk)[:, None] * d_old, axis=0)
+        else:
+            added_q, added_k, since = _walk(mine, weight, token, k, p, end, cut, form)
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             if form.CHANNELS:
                 columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
-                g_now = _log_decays(inputs, gates, strides, row, head, columns, cut, form)
-                kept = exp(_since(mine, g_now, columns, cut))
-                gs_now, q_now, k_now = gs_now + (g_now,), q_now + (qs[c] * kept,), k_now + (ks[c] * kept,)
+                if cut.TILES == 1:
+                    g_now = _log_decays(inputs, gates, strides, row, head, columns, cut, form)
+                    kept = exp(_since(mine, g_now, columns, cut))
+                else:
+                    kept = exp(part_of(since, columns, cut))
+                q_now, k_now = q_now + (qs[c] * kept,), k_now + (ks[c] * kept,)
             else:
-                gs_now, q_now, k_now = gs_now + (token.g,), q_now + (qs[c],), k_now + (ks[c],)
-        error = token.v - added_k * k_rnorm
-        d = _read(
-            out, S, q_now, k_now, decay * q_scale, decay * k_rnorm, qk, added_q * q_scale, error, token.beta, 0, first,
-            end, cut,
+                q_now, k_now = q_now + (qs[c],), k_now + (ks[c],)
+        last = (oldest + length) % cut.CAPACITY
+        _append(ring, mine, token, k_rnorm, slot, last, head, part, p, end, cut, form)
+        qk = tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
+        _read(
+            out, mine.d + last * ring_strides.d[2], state, S, q_now, k_now, decay * q_scale, decay * k_rnorm, qk,
+            added_q * q_scale, token.v - added_k * k_rnorm, token.beta, part, end, cut,
         )  # fmt: skip
-        if full:
-            if form.DRAWN:
-                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
-            _fold(tiles, S, ks, gs_now, d * k_rnorm, mine, head, draws, first, end, cut, form)
-        else:
-            tl.store(new_d + first, d, mask=first < end)
-            _append(ring, mine, token, k_rnorm, slot, newest, head, part, p, end, cut, form)
-    else:
-        if full:
-            raw = None
-            keys = _keys(mine, token, entry, valid, cut, form)
-            if form.CHANNELS:
-                ring_keys, decays = tl.trans(keys), exp(_since(mine, token.g, n, cut))[None, :]
-            else:
-                ring_keys, decays = keys, decay
-            if ring.v is not None:
-                ring_v = ring.v + slot * ring_strides.v[0] + head * ring_strides.v[1] + entry * ring_strides.v[2]
-                ring_beta = ring.beta + slot * ring_strides.beta[0] + head * ring_strides.beta[1]
-                beta = load_ring(ring_beta + entry * ring_strides.beta[2], valid, cut)
-                if form.CHANNELS:
-                    raw_keys, system = _channel_system(mine, rnorms, cut)
-                    seen = rnorms
-                else:
-                    raw_keys, system = tl.trans(keys), _scalar_system(keys, gs, rnorms, cut)
-                    seen = rnorms * exp(_sum_earlier(gs, cut))
-                raw = _Raw(ring_v, beta, raw_keys, seen, system * beta[None, :])
-            if form.DRAWN:
-                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
-            _flush(
-                out, state, mine.d + entry * ring_strides.d[2], valid, weight, ring_keys, decays, token, q_scale,
-                k_rnorm, raw, head, draws, part, end, cut,
-            )  # fmt: skip
-        else:
-            added_q, added_k, since = _walk(mine, weight, token, k, p, end, cut, form)
-            q_now, k_now = (), ()
-            for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-                if form.CHANNELS:
-                    kept = exp(part_of(since, c * cut.WIDTH + tl.arange(0, cut.WIDTH), cut))
-                    q_now, k_now = q_now + (qs[c] * kept,), k_now + (ks[c] * kept,)
-                else:
-                    q_now, k_now = q_now + (qs[c],), k_now + (ks[c],)
-            _append(ring, mine, token, k_rnorm, slot, newest, head, part, p, end, cut, form)
-            error = token.v - added_k * k_rnorm
-            for t in tl.range(cut.TILES, num_stages=cut.STAGES):
-                m = first + t * cut.M
-                tile = load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
-                d = _read(
-                    out, tile, q_now, k_now, decay * q_scale, decay * k_rnorm, qk, added_q * q_scale, error, token.beta,
-                    t * cut.M, m, end, cut,
-                )  # fmt: skip
-                tl.store(new_d + m, d, mask=m < end)
-    if not form.DRAWN:
-        if full and part == 0 and head == 0:
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
 
 
 @triton.jit
@@ -495,20 +478,10 @@ def _keys(mine, token, entry, valid, cut: tl.constexpr, form: tl.constexpr):
 
 
 @triton.jit
-def _added(keys, d_old, weight, q, k, form: tl.constexpr):
-    """The sums of w (k_j . q) d_j and of w (k_j . k) d_j over the ring, all tokens at once."""
-    if form.CHANNELS:
-        kq, kk = tl.sum(keys * q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
-    else:
-        wide = keys.to(tl.float32)
-        kq, kk = tl.sum(wide * q[None, :], axis=1), tl.sum(wide * k[None, :], axis=1)
-    return tl.sum((weight * kq)[:, None] * d_old, axis=0), tl.sum((weight * kk)[:, None] * d_old, axis=0)
-
-
-@triton.jit
 def _walk(mine, weight, token, k, p, end, cut: tl.constexpr, form: tl.constexpr):
-    """`_added`, and the checkpoint's log decays if they are of channels: token by token, since a program that walks
-    many tiles has registers for one token; the newest first, so that the decay since then is a running sum.
+    """The sums of w (k_j . q) d_j and of w (k_j . k) d_j over the ring, and the checkpoint's log decays if they are of
+    channels: token by token, since a program that walks many tiles has registers for one token; the newest first, so
+    that the decay since then is a running sum.
     """
     n = tl.arange(0, cut.PADDED)
     SPAN: tl.constexpr = cut.SPAN
@@ -551,55 +524,22 @@ def _append(ring, mine, token, k_rnorm, slot, entry, head, part, p, end, cut: tl
 
 @triton.jit
 def _read(
-    out, S, qs, ks, decay_q, decay_k, qk, added_q, error, beta, t, m, end, cut: tl.constexpr
+    out, new_d, state, S, qs, ks, decay_q, decay_k, qk, added_q, error, beta, part, end, cut: tl.constexpr
 ):  # fmt: skip
-    """Outputs and, returned, corrected values d of rows ``m``, which begin ``t`` rows into the program's: from the
-    checkpoint's ``S`` and what the ring has ``added`` to all of the program's.
-    """
-    Sk, Sq = zeros(cut), zeros(cut)
-    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-        chunk = S[c].to(tl.float32)
-        Sk += chunk * ks[c][None, :]
-        Sq += chunk * qs[c][None, :]
-    d = beta * (rows_of(error, t, m, cut) - decay_k * tl.sum(Sk, axis=1))
-    o = decay_q * tl.sum(Sq, axis=1) + rows_of(added_q, t, m, cut) + d * qk
-    tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
-    return d
-
-
-@triton.jit
-def _fold(tiles, S, ks, gs, d, mine, head, draws, m, end, cut: tl.constexpr, form: tl.constexpr):
-    """Write what a full ring and the token make of a checkpoint held in registers: of ``S``, rows ``m``.
-
-    Token by token, the newest first, so that the decay since then is a running sum. ``d [M]``, ``ks`` and ``gs`` are
-    the token's, d times the key's rnorm.
-    """
-    moved, later = (), gs
-    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-        moved = moved + (d[:, None] * ks[c][None, :],)
-    for i in tl.range(cut.L - 1):
-        entry = (mine.oldest + cut.L - 2 - i) % cut.CAPACITY
-        old = tl.load(mine.d + entry * mine.strides.d[2] + m, mask=m < end, other=0.0)
-        old *= tl.load(mine.k_rnorm + entry * mine.strides.k_rnorm[2])
-        keys, grown, sooner = load_chunks(mine.k + entry * mine.strides.k[2], cut), (), ()
-        if not form.CHANNELS:
-            old *= exp(later[0])
-            g = tl.load(mine.g + entry * mine.strides.g[2])
+    """Outputs and corrected values from the checkpoint and what the ring has ``added``; ``S`` if it has been loaded."""
+    first, tiles = part * cut.ROWS + tl.arange(0, cut.M), first_tile(state, part, cut)
+    for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+        m = first + t * cut.M
+        tile = S if cut.TILES == 1 else load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
+        Sk, Sq = zeros(cut), zeros(cut)
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-            if form.CHANNELS:
-                key = keys[c] * tl.exp(later[c])
-                g = load_vector(mine.g + entry * mine.strides.g[2], c * cut.WIDTH + tl.arange(0, cut.WIDTH), cut)
-            else:
-                key = keys[c]
-            grown, sooner = grown + (moved[c] + old[:, None] * key[None, :],), sooner + (later[c] + g,)
-        moved, later = grown, sooner
-    kept = ()
-    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-        decay = exp(later[c])
-        if form.CHANNELS:
-            decay = decay[None, :]
-        kept = kept + (moved[c] + S[c].to(tl.float32) * decay,)
-    store_state(tiles, m, end, kept, head, draws, cut)
+            chunk = tile[c].to(tl.float32)
+            Sk += chunk * ks[c][None, :]
+            Sq += chunk * qs[c][None, :]
+        d = beta * (rows_of(error, t * cut.M, m, cut) - decay_k * tl.sum(Sk, axis=1))
+        o = decay_q * tl.sum(Sq, axis=1) + rows_of(added_q, t * cut.M, m, cut) + d * qk
+        tl.store(out + m, o.to(out.dtype.element_ty), mask=m < end)
+        tl.store(new_d + m, d, mask=m < end)
 
 
 @triton.jit

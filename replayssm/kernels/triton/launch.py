@@ -57,27 +57,28 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     """Default for a replay step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 with intervals of 16,
     the worse of aligned and staggered rows counting.
 
-    With many heads one or two warps walk a whole head, so that they compute the ring's products once; with few, a head
-    is cut as finely as pays. Other interval lengths are taken to like the same.
+    With many heads one or two warps walk a whole head, so that they walk the ring once; with few, a head is cut as
+    finely as pays, and with very few all tokens of the ring are taken at once. Other interval lengths are taken to like
+    the same.
     """
-    heads, tiles = batch_size * geometry.heads, -(-geometry.head_dim // 16)
-    wide = state_bytes >= 4
-    if heads < 256:
+    heads, tiles, wide = batch_size * geometry.heads, -(-geometry.head_dim // 16), state_bytes >= 4
+    if heads < (256 if geometry.family == "mamba2" else 128):
         if geometry.family == "mamba2":
             return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128)
         return Launch(rows=16, tiles=1, warps=2, lanes=32 if geometry.family == "kda" else 8, eager=True)
-    if heads < 1024:
-        return Launch(rows=32, tiles=1, warps=2, lanes=8)
     if geometry.family == "kda":
+        if heads < 1024:
+            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8)
         return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=168)
     if geometry.family == "gdn":
-        if heads < 8192 and wide:
-            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=16)
+        if heads < 1024:
+            return Launch(rows=16, tiles=2, warps=1, lanes=8, registers=168)
+        if heads < 8192:
+            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8, registers=None if wide else 168)
         return Launch(rows=16, tiles=tiles, warps=1, lanes=8, stages=3 if wide else 4, registers=None if wide else 168)
-    if heads < 8192 and wide:
-        return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=128)
-    lanes = 16 if wide and geometry.head_dim % 64 else 8
-    return Launch(rows=16, tiles=tiles, warps=1, lanes=lanes, registers=168 if wide else 128)
+    if heads < 1024:
+        return Launch(rows=16, tiles=tiles, warps=2, lanes=8)
+    return Launch(rows=16, tiles=tiles, warps=1, lanes=16 if wide else 8, registers=168 if wide else 128)
 
 
 def power_of_two(value: int) -> int:

@@ -309,51 +309,50 @@ def _replay_kernel(
     # Asked for before anything is used: what needs no cursor comes first, and whether to flush is decided last.
     first = part * cut.ROWS + tl.arange(0, cut.M)
     tiles = first_tile(state, part, cut)
+    S = ()
     if cut.TILES == 1:
         S = load_state(tiles, first, end, cut)
     token = _load_token(inputs, gates, strides, row, head, p, p < end, cut, GATED)
-    B_token = inputs.B + row * strides.B[0] + group * strides.B[1]
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
     entry, age, valid = ring_order(length, oldest, cut)
     dts = load_ring(ring_dt + entry * ring_strides.dt[2], valid, cut)
-    full = length == cut.L - 1
-    draws = None
     if cut.TILES == 1:
-        # The checkpoint is held: a flush reads as any step does, and folds besides.
         xs = load_ring_vectors(ring_x + entry * ring_strides.x[2], valid, p, end, cut)
         Bs = load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut)
-        decay, weight = _weights(dts, age, token)
-        weight *= tl.sum(Bs.to(tl.float32) * token.C[None, :], axis=1)
-        added = tl.sum(weight[:, None] * xs.to(tl.float32), axis=0)
-        _read(out, S, Cs, decay, added, token, 0, first, end, cut)
-        if full:
-            if DRAWN:
-                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
-            _fold(
-                tiles, S, load_chunks(B_token, cut), token, decay, ring_x, ring_B, ring_dt, ring_strides, oldest, head,
-                draws, first, end, cut,
-            )  # fmt: skip
-        else:
-            _append(ring_x, ring_B, ring_dt, ring_strides, (oldest + length) % cut.CAPACITY, token, head, part, p, end, cut)
+    if length == cut.L - 1:
+        draws = None
+        if DRAWN:
+            draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
+        elif part == 0:
+            if head == 0:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        if cut.TILES > 1:
+            Bs = load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut)
+        _flush(
+            out, state, ring_x + entry * ring_strides.x[2], Bs, dts, age, valid, token, head, draws, part, end, cut
+        )  # fmt: skip
     else:
-        if full:
-            if DRAWN:
-                draws = draws_of(rounding, slot, arrive(ring.flushes + slot, cut.H * cut.PARTS))
-            _flush(
-                out, state, ring_x + entry * ring_strides.x[2], ring_B + entry * ring_strides.B[2], dts, age, valid, token,
-                head, draws, part, end, cut,
-            )  # fmt: skip
+        decay, weight = _weights(dts, age, token)
+        if cut.TILES == 1:
+            weight *= tl.sum(Bs.to(tl.float32) * token.C[None, :], axis=1)
+            added = tl.sum(weight[:, None] * xs.to(tl.float32), axis=0)
         else:
-            decay, weight = _weights(dts, age, token)
             added = _walk(ring_x, ring_B, ring_strides, weight, token.C, oldest, length, p, end, cut)
-            _append(ring_x, ring_B, ring_dt, ring_strides, (oldest + length) % cut.CAPACITY, token, head, part, p, end, cut)
-            for t in tl.range(cut.TILES, num_stages=cut.STAGES):
-                m = first + t * cut.M
-                tile = load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
-                _read(out, tile, Cs, decay, added, token, t * cut.M, m, end, cut)
-    if not DRAWN:
-        if full and part == 0 and head == 0:
-            tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+        added += (token.dt * tl.sum(token.B.to(tl.float32) * token.C, axis=0) + token.D) * token.x.to(tl.float32)
+        last = (oldest + length) % cut.CAPACITY
+        tl.store(ring_x + last * ring_strides.x[2] + p, token.x, mask=p < end)
+        if part == 0:
+            tl.store(ring_dt + last * ring_strides.dt[2], token.dt)
+            if head % cut.SHARE == 0:
+                tl.store(ring_B + last * ring_strides.B[2] + n, token.B, mask=n < cut.N)
+        for t in tl.range(cut.TILES, num_stages=cut.STAGES):
+            m = first + t * cut.M
+            tile = S if cut.TILES == 1 else load_state(tiles + t * cut.M * cut.ROW, m, end, cut)
+            SC = zeros(cut)
+            for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                SC += tile[c].to(tl.float32) * Cs[c][None, :]
+            y = decay * tl.sum(SC, axis=1) + rows_of(added, t * cut.M, m, cut)
+            _store(out, y, token, t * cut.M, m, end, cut)
 
 
 @triton.jit
@@ -383,67 +382,17 @@ def _walk(ring_x, ring_B, strides, weight, C, oldest, length, p, end, cut: tl.co
 
 
 @triton.jit
-def _append(ring_x, ring_B, ring_dt, strides, entry, token, head, part, p, end, cut: tl.constexpr):
-    """The token becomes the ring's newest."""
-    n = tl.arange(0, cut.PADDED)
-    tl.store(ring_x + entry * strides.x[2] + p, token.x, mask=p < end)
-    if part == 0:
-        tl.store(ring_dt + entry * strides.dt[2], token.dt)
-        if head % cut.SHARE == 0:
-            tl.store(ring_B + entry * strides.B[2] + n, token.B, mask=n < cut.N)
-
-
-@triton.jit
-def _read(out, S, Cs, decay, added, token, t, m, end, cut: tl.constexpr):
-    """Outputs of rows ``m``, which begin ``t`` rows into the program's, from the checkpoint's ``S`` and what the ring has
-    ``added`` to all of the program's.
-    """
-    SC = zeros(cut)
-    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-        SC += S[c].to(tl.float32) * Cs[c][None, :]
-    BC = token.dt * tl.sum(token.B.to(tl.float32) * token.C, axis=0)
-    added = rows_of(added + (BC + token.D) * token.x.to(tl.float32), t, m, cut)
-    _store(out, decay * tl.sum(SC, axis=1) + added, token, t, m, end, cut)
-
-
-@triton.jit
-def _fold(
-    tiles, S, Bs, token, decay, ring_x, ring_B, ring_dt, strides, oldest, head, draws, m, end, cut: tl.constexpr
-):  # fmt: skip
-    """Write what a full ring and the token make of a checkpoint held in registers: of ``S``, rows ``m``.
-
-    Token by token, the newest first, so that the decay since then is a running sum.
-    """
-    x = rows_of(token.x, 0, m, cut).to(tl.float32) * token.dt
-    moved = ()
-    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-        moved = moved + (S[c].to(tl.float32) * decay + x[:, None] * Bs[c][None, :],)
-    later = token.dt
-    for i in tl.range(cut.L - 1):
-        entry = (oldest + cut.L - 2 - i) % cut.CAPACITY
-        dt = tl.load(ring_dt + entry * strides.dt[2])
-        x = tl.load(ring_x + entry * strides.x[2] + m, mask=m < end, other=0.0).to(tl.float32)
-        x *= dt * exp(token.A * later)
-        later += dt
-        B, grown = load_chunks(ring_B + entry * strides.B[2], cut), ()
-        for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-            grown = grown + (moved[c] + x[:, None] * B[c][None, :],)
-        moved = grown
-    store_state(tiles, m, end, moved, head, draws, cut)
-
-
-@triton.jit
 def _flush(
-    out, state, ring_x, ring_B, dts, age, valid, token, head, draws, part, end, cut: tl.constexpr
+    out, state, ring_x, Bs, dts, age, valid, token, head, draws, part, end, cut: tl.constexpr
 ):  # fmt: skip
     """Fold ring and token into the checkpoint, a product on tensor cores a tile; outputs from what it becomes.
 
-    ``ring_x``, ``ring_B``: pointers ``[RING]`` to the ring's tokens.
+    ``ring_x [RING]`` points to the ring's tokens, ``Bs [RING,PADDED]`` has been loaded.
     """
     first, n = part * cut.ROWS + tl.arange(0, cut.FOLD), tl.arange(0, cut.PADDED)
     now = tl.arange(0, cut.RING) == cut.L - 1  # the token takes a row that no ring token has
     dts = tl.where(now, token.dt, dts)
-    Bs = tl.where(now[:, None], token.B[None, :], load_ring_vectors(ring_B, valid, n, cut.N, cut))
+    Bs = tl.where(now[:, None], token.B[None, :], Bs)
     weight = dts * exp(token.A * sum_later(dts, tl.where(now, cut.L - 1, age)))
     decay = exp(token.A * tl.sum(dts, axis=0))
     tiles = state + first[:, None] * cut.ROW + n[None, :]
