@@ -20,10 +20,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from analysis import gpu_figures, published, style
+from analysis.bearing import PAPER_CARDS
 from analysis.cells import strongest, weaknesses
 
 NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", *gpu_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
+GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
 DODGE = 0.22
 """Shift of staggered phases to the right, in doublings, so that their points do not hide aligned ones."""
 
@@ -55,7 +57,8 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
     ours, failed = _at(speedups, lengths), _at(failed, lengths)
     facets = style.facets(ours, failed) or [("", key, PAPER_STATE) for key in _curve_models(paper)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
-    legend = _legend(ours, looks, published_curves=True, failed=len(failed) > 0)
+    of_paper = any(model in PAPER_CARDS and state == PAPER_STATE for _, model, state in facets)
+    legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
     for ax, facet in zip(axes, facets, strict=True):
@@ -110,7 +113,8 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     batches = {facet: _fullest(style.of(speedups, *facet)) for facet in facets}
     everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
     shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
-    legend = _legend(shown, looks, published_curves=False, failed=len(failed) > 0)
+    bytes_alone = Line2D([], [], label="traffic model (bytes alone)", **GREY)
+    legend = _legend(shown, looks, [bytes_alone], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
     for ax, facet in zip(axes, facets, strict=True):
@@ -166,11 +170,15 @@ def _draw_measured(
 
 
 def _draw_published(ax: Axes, paper: pd.DataFrame, model: str, batches: set[int]) -> list[float]:
-    """Published curves and range in grey with open markers; returns their values, adds their batch sizes."""
-    batch, low, high = published.kernel_range(paper)
-    x = math.log2(batch)
-    ax.plot([x, x], [low, high], color=style.MUTED, lw=5, alpha=0.35, solid_capstyle="butt", zorder=1)
-    values = [low, high]
+    """Published curves in grey with open markers, and the range over the paper's models in the panels of these alone;
+    returns their values, adds their batch sizes.
+    """
+    values: list[float] = []
+    if model in PAPER_CARDS:
+        batch, low, high = published.kernel_range(paper)
+        x = math.log2(batch)
+        ax.plot([x, x], [low, high], color=style.MUTED, lw=5, alpha=0.35, solid_capstyle="butt", zorder=1)
+        values += [low, high]
     for card, part in published.kernel_curves(paper, model).items():
         batches |= {int(b) for b in part["batch_size"]}
         where = [math.log2(b) for b in part["batch_size"]]
@@ -263,7 +271,8 @@ def _finish_speedups(axes: list[Axes], values: list[float]) -> None:
     axes[0].set_ylabel("speedup over the fastest stored arm")
 
 
-def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curves: bool, failed: bool) -> list[Line2D]:
+def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], beside: list[Line2D], failed: bool) -> list[Line2D]:
+    """Our series, what the machine allows, what is drawn ``beside`` them, and the marks of points."""
     handles = []
     for arm, rest, line, part in style.series(ours) if len(ours) else []:
         rest += " (shifted)" if line == "--" and len(part) < len(ours[ours["arm"] == arm]) else ""
@@ -272,17 +281,18 @@ def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], published_curv
         handles.append(
             Line2D([], [], ls=":", marker="_", ms=9, color=style.INK, label="allowed by measured bandwidths")
         )
-    grey = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
-    if published_curves:
-        handles.append(Line2D([], [], label="published: fp32, L = 16, tuned vLLM", **grey))
-        wide = {"color": style.MUTED, "lw": 5, "alpha": 0.35}
-        handles.append(Line2D([], [], label="paper, range over its four models", **wide))
-    else:
-        handles.append(Line2D([], [], label="traffic model (bytes alone)", **grey))
-    handles += _weak_legend(ours)
+    handles += beside + _weak_legend(ours)
     if failed:
         handles.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
     return handles
+
+
+def _published_legend() -> list[Line2D]:
+    wide = {"color": style.MUTED, "lw": 5, "alpha": 0.35}
+    return [
+        Line2D([], [], label="published: fp32, L = 16, tuned vLLM", **GREY),
+        Line2D([], [], label="paper, range over its four models", **wide),
+    ]
 
 
 def _weak(row: Any) -> bool:

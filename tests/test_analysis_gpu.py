@@ -83,6 +83,18 @@ def test_each_state_format_has_its_panels(tmp_path, paper):
     assert {len(line.get_xdata()) for line in steps[0].lines} == {2, 16}
 
 
+def test_the_paper_s_range_is_drawn_for_its_models_alone(tmp_path, paper):
+    def drawn(*models):
+        found = found_in(tmp_path / models[0], *(gpu_group(m) for m in models))
+        speedups = found["kernel_speedups"]
+        figure = figures.speedup_by_batch(speedups[speedups["kind"] == "replay"], found["failures"], paper)
+        ranges = [sum(line.get_linewidth() == 5 for line in ax.lines) for ax in figure.axes]
+        return ranges, any("four models" in text.get_text() for text in figure.legends[0].get_texts())
+
+    assert drawn("qwen3_5_4b", "kimi_linear_48b") == ([1, 0], True)
+    assert drawn("kimi_linear_48b") == ([0], False)
+
+
 def test_shares_of_one_process_are_hollow_and_the_legend_says_why(tmp_path, paper):
     def drawn(name, *groups):
         figure = gpu_figures.roof_share_by_batch(found_in(tmp_path / name, *groups)["roofs"], paper)
