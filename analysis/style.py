@@ -1,7 +1,8 @@
 """Look of all figures, the arms' colours, panels and saving. The same input gives the same bytes.
 
-Colours are those of Okabe and Ito, which stay apart for readers who see colours differently; marker and line say the
-same as the colour. Ours is filled and solid, published is open and grey.
+The first six colours are those of Okabe and Ito, which stay apart for readers who see colours differently, the others
+Tol's of muted and dark lines; the marker says the same as the colour. Ours is filled and solid, published is open and
+grey.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from analysis import published
 
 INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+COLOURS += ("#332288", "#999933", "#882255", "#44AA99", "#AA4499", "#DDCC77", "#663333", "#117733")
+MARKERS = ("o", "s", "^", "D", "v", "P", "<", "p", ">", "h", "d", "*")
 FAILED = "#B22222"
 WEAK = "one process, few rounds or noisy"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
@@ -69,12 +71,11 @@ RC = {
 
 
 def arm_look(arms: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Colour and marker by arm; the same arm looks the same wherever the same arms appear."""
+    """Colour and marker by arm; the same arm looks the same wherever the same arms appear. Each has a colour of its own
+    as far as there are so many; no pair of colour and marker comes twice before the 85th arm.
+    """
     ordered = sorted(set(arms), key=lambda a: (not a.startswith("replay/"), a))
-    count = len(COLOURS)  # after a round of colours the markers move on by one, so that no pair comes twice
-    return {
-        a: {"color": COLOURS[i % count], "marker": MARKERS[(i + i // count) % count]} for i, a in enumerate(ordered)
-    }
+    return {a: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]} for i, a in enumerate(ordered)}
 
 
 def panels(

@@ -9,6 +9,7 @@ from records import case, gpu_group, group, write
 
 from analysis import claims, figures, gpu_figures, published, style, tables
 from analysis.load import load
+from experiments.case import devices, known_arms
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = "NVIDIA H200"
@@ -93,6 +94,14 @@ def test_the_paper_s_range_is_drawn_for_its_models_alone(tmp_path, paper):
 
     assert drawn("qwen3_5_4b", "kimi_linear_48b") == ([1, 0], True)
     assert drawn("kimi_linear_48b") == ([0], False)
+
+
+def test_arms_of_a_figure_differ_in_colour_and_marker():
+    arms = sorted(arm for arm in known_arms() if "cuda" in devices(arm))
+    looks = style.arm_look(arms)
+    assert len({look["color"] for look in looks.values()}) == len(arms) >= 9
+    pairs = {tuple(look.values()) for look in style.arm_look([f"replay/{n}" for n in range(84)]).values()}
+    assert len(pairs) == 84
 
 
 def test_shares_of_one_process_are_hollow_and_the_legend_says_why(tmp_path, paper):
