@@ -140,7 +140,17 @@ def remarks(record: Record) -> list[str]:
     load, cores = _load_before(record), number(_host(record.device), "cores")
     if load is not None and cores and load > BUSY * cores:
         found.append("machine busy")
-    return found + _capped(record)
+    return found + _silent(record) + _capped(record)
+
+
+def _silent(record: Record) -> list[str]:
+    """That nobody knows whether the device throttled, in some of its states or in all of them."""
+    if not isinstance(record.device_state.get("throttled"), bool):
+        return ["throttling not read"]
+    counts = record.device_state.get("throttling_told")  # older records lack it
+    if isinstance(counts, list) and len(counts) == 2 and counts[0] != counts[1]:
+        return [f"throttling read in {counts[0]} of {counts[1]} states"]
+    return []
 
 
 def _capped(record: Record) -> list[str]:

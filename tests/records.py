@@ -161,7 +161,7 @@ def _what_was_run(of: Mapping[str, Any], arm: str) -> dict[str, Any]:
         "code": {"git_sha": "0123456789abcdef", "dirty": False},
         "packages": {"numpy": "2.4.0", "torch": "2.13.0"},
         "device": device | {"last_level_cache_bytes": CACHE_BYTES},
-        "device_state": {"throttled": None, "load_average": [0.1, 0.1, 0.1]},
+        "device_state": {"throttled": False, "load_average": [0.1, 0.1, 0.1]},
         "environment": {},
         "argv": ("experiments.kernel",),
         "seeds": {"case": 0},

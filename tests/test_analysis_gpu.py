@@ -132,6 +132,22 @@ def test_a_power_cap_is_a_remark_and_throttling_a_fault(tmp_path):
     assert {e.gate for e in evidence.exclusions} == {"throttled"}
 
 
+@pytest.mark.parametrize(
+    ("state", "remark"),
+    [
+        ({"throttled": None, "throttling_told": [0, 4]}, "throttling not read"),
+        ({"throttled": None}, "throttling not read"),
+        ({"throttled": False, "throttling_told": [3, 4]}, "throttling read in 3 of 4 states"),
+        ({"throttled": False, "throttling_told": [4, 4]}, ""),
+    ],
+)
+def test_throttling_that_could_not_be_read_is_a_remark(tmp_path, state, remark):
+    groups = (gpu_group(replicate=n, seed=n, device_state=state) for n in range(2))
+    for name, frame in found_in(tmp_path, *groups).items():
+        if name in ("kernel_speedups", "kernel_pairs", "roofs"):
+            assert set(frame["remarks"]) == {remark}, name
+
+
 def test_a_busy_host_of_a_gpu_is_told(tmp_path):
     busy = {"throttled": False, "rounds": {}, "before": {"host": {"load_average": [40.0, 1.0, 1.0]}}}
     speedups = found_in(tmp_path, gpu_group(device_state=busy))["kernel_speedups"]

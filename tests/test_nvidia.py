@@ -55,6 +55,9 @@ def test_the_name_and_the_state_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
         "clock_reasons": ["sw_power_cap", "sw_thermal_slowdown"],
     }
     assert nvidia.throttled([state]) is True
+    silent = state | {"clock_reasons": None}
+    during = provenance.state_during("cuda", state, silent, [state])
+    assert (during["throttled"], during["throttling_told"]) == (True, [2, 3])
 
 
 def test_an_older_driver_and_what_it_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +80,6 @@ def test_without_a_driver_nothing_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     state = nvidia.gpu_state()
     assert set(state.values()) == {None}
     assert nvidia.throttled([state]) is None
+    during = provenance.state_during("cuda", state, state, [state])
+    assert (during["throttled"], during["throttling_told"]) == (None, [0, 3])
     assert provenance.device("cuda")["name"] == "unknown GPU"

@@ -67,12 +67,21 @@ def state(kind: str) -> dict[str, Any]:
 def state_during(
     kind: str, before: dict[str, Any], after: dict[str, Any], rounds: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """`state` around a run and after each round, and whether the device throttled (None if it does not tell)."""
+    """`state` around a run and after each round, and whether the device throttled (None if it does not tell), with the
+    number of states that tell and of all: where some are silent, False is of the others alone.
+    """
     if kind == "cpu":
         return cpu_state_during(before, after)
-    throttled = nvidia.throttled([before, *rounds, after])
+    states = [before, *rounds, after]
+    told = sum(state.get("clock_reasons") is not None for state in states)
     by_name = {name: [state[name] for state in rounds] for name in (rounds[0] if rounds else {})}
-    return {"throttled": throttled, "before": before, "after": after, "rounds": by_name}
+    return {
+        "throttled": nvidia.throttled(states),
+        "throttling_told": [told, len(states)],
+        "before": before,
+        "after": after,
+        "rounds": by_name,
+    }
 
 
 def cpu() -> dict[str, Any]:
@@ -106,7 +115,12 @@ def cpu_state() -> dict[str, Any]:
 def cpu_state_during(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """`cpu_state` around a run, and whether the CPU throttled in between (None where it does not tell)."""
     counts = (before["throttle_count"], after["throttle_count"])
-    return {"throttled": None if None in counts else counts[1] > counts[0], "before": before, "after": after}
+    return {
+        "throttled": None if None in counts else counts[1] > counts[0],
+        "throttling_told": [sum(count is not None for count in counts), len(counts)],
+        "before": before,
+        "after": after,
+    }
 
 
 def available_memory_bytes() -> int | None:
