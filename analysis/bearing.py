@@ -22,6 +22,10 @@ PAPER_CARDS = {
 }
 """The evaluated models and the card that the first summary names for them."""
 PAPER_STATE, PAPER_INPUTS = "fp32", "bf16"
+PROFILES = ("default", "gpu", "reproduce")
+"""Timings of ``configs/timing`` that were made for evidence, as they are; with an overridden field a timing's name is
+another one, as ``gpu+rounds=3``, and no claim rests on it.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,17 @@ def replay_rows(question: Question) -> list[Any]:
 
 
 def rows_of(question: Question, table: str, kind: str, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Rows of a table for one kind of arm, the paper's models and its state format."""
-    rows = strongest(question.tables[table]).itertuples()
+    """Rows of a table for one kind of arm, the paper's models and its state format, timed by one of `PROFILES`."""
+    found = question.tables[table]
+    rows = strongest(found[found["timing"].isin(PROFILES)]).itertuples()
     return [r for r in rows if r.kind == kind and r.state == PAPER_STATE and r.model in PAPER_CARDS and wanted(r)]
+
+
+def other_timings(question: Question) -> list[str]:
+    """Names of the timings of rows that no claim rests on."""
+    rows = question.tables["kernel_speedups"]
+    rows = rows[rows["model"].isin(PAPER_CARDS) & ~rows["timing"].isin(PROFILES)]
+    return sorted(set(rows["timing"].dropna()))
 
 
 def best_replay(question: Question, wanted: Callable[[Any], bool]) -> list[Any]:

@@ -27,6 +27,7 @@ from analysis.bearing import (
     differed,
     is_direct,
     missing_models,
+    other_timings,
     replay_records,
     replay_rows,
     roof_share,
@@ -230,7 +231,11 @@ def low_precision_reads(question: Question) -> Finding:
 def not_run(question: Question) -> Finding:
     """No record bears on the claim: says what is missing, or what a run would need."""
     missing = question.parameters.get("missing")
-    return Finding(note=f"{missing} are not part of this version yet" if missing else f"needs {question.analogue}")
+    if missing:
+        return Finding(note=f"{missing} are not part of this version yet")
+    left_out = other_timings(question)
+    told = f"; left out, timed by no profile for evidence: {', '.join(left_out)}" if left_out else ""
+    return Finding(note=f"needs {question.analogue}{told}")
 
 
 def outside(question: Question) -> Finding:

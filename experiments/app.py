@@ -22,7 +22,7 @@ import re
 import select
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,9 +45,9 @@ from omegaconf.errors import (
 
 from experiments.case import case_from_config
 from experiments.help_page import help_page, primary_configs
+from experiments.names import CONFIGS, with_model_named, with_timing_named
 from experiments.options import ConfigError, refuse, shown
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
 NOBODY_READS = 141  # what a shell reports for a process that SIGPIPE ended
 NEVER_SWEPT = ("arms",)  # arms of one case are timed together; apart, their times could not be compared
@@ -166,31 +166,12 @@ def _arguments_of_hydra(args: Any) -> Iterator[None]:
 
 
 def to_plain(cfg: DictConfig) -> Config:
-    """The composed config as nested dicts, interpolations resolved, without Hydra's own part.
-
-    A model whose geometry was overridden is renamed after what was changed, ``nemotron_3_nano_4b+heads=104``, so that
-    no record carries the name of a model that it is not.
+    """The composed config as nested dicts, interpolations resolved, without Hydra's own part. A model or timing that
+    was overridden has another name (`experiments.names`).
     """
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     config: Config = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    model = config.get("model")
-    if isinstance(model, dict) and isinstance(model.get("ssm"), dict):
-        published = _published(str(model.get("name")))
-        if published is not None:
-            now = {"family": model.get("family"), **model["ssm"]}
-            changed = [f"{k}={shown(now.get(k))}" for k in {**published, **now} if now.get(k) != published.get(k)]
-            model["name"] = "+".join([model["name"], *changed])
-    return config
-
-
-@functools.cache
-def _published(model: str) -> Mapping[str, Any] | None:
-    """Family and layer geometry that the file of that model holds; None for a name that has no file."""
-    file = CONFIGS / "model" / f"{model}.yaml"
-    if not re.fullmatch(r"\w+", model) or not file.exists():
-        return None
-    data: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return {"family": data.get("family"), **data.get("ssm", {})}
+    return with_timing_named(with_model_named(config))
 
 
 def _arguments() -> Any:
@@ -344,7 +325,7 @@ def _product(
             config = composed
             for override, value in zip(plain, values, strict=True):
                 config = _put(config, override.key_or_group.split("."), value)
-            yield config
+            yield with_timing_named(config)
 
 
 def _composes(override: Override) -> bool:

@@ -48,6 +48,19 @@ def test_every_claim_has_all_fields_and_a_unique_id():
         assert "summary of the paper" in claim.source
 
 
+def test_no_claim_rests_on_an_overridden_timing(tmp_path):
+    def claim(name, timing):
+        of = case("nemotron_3_nano_4b", 256, timing=case()["timing"] | {"name": timing})
+        step = 1.05 * traffic(of, "stored/cpu")["floor_ns"]
+        groups = [group(of, arms=ARMS | {"replay/cpu": 0.6}, replicate=r, seed=r, step_ns=step) for r in range(3)]
+        return verdicts(tmp_path / name, *groups)["kernel-range"]
+
+    assert claim("whole", "gpu").verdict == rules.SUPPORTED
+    overridden = claim("overridden", "gpu+rounds=3")
+    assert overridden.verdict == rules.NOT_RUN
+    assert overridden.note.endswith("; left out, timed by no profile for evidence: gpu+rounds=3")
+
+
 SAID = ["1.46 to 1.80", "1.20 to 1.47", "1.85 to 2.10", "0.136 to 0.0038", "6.7", "5.6", "31.3", "no gain", "100,000"]
 SAID += ["e2e_decode_speedup.py --model-id Qwen/Qwen3.5-4B", "e2e_spec_decode_throughput.py --batch-size 512"]
 SAID += ["reduce the amount of data read"]

@@ -318,6 +318,13 @@ def test_a_single_run_gets_plain_data_and_writes_nothing(folder: Path) -> None:
     assert config["arms"] == "default"
 
 
+def test_a_swept_timing_is_named_after_what_was_changed(folder: Path) -> None:
+    done = Done(folder, "-m", "timing.rounds=20,3")
+    assert (done.code, done.err) == (0, "")
+    assert [c["timing"]["name"] for c in done.run] == ["default", "default+rounds=3"]
+    assert done.checked == done.run * 2
+
+
 def test_what_the_task_returns_is_the_exit_code(folder: Path) -> None:
     assert Done(folder, "-m", "seed=0,3,2").code == 3
 

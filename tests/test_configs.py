@@ -12,6 +12,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from analysis.bearing import PROFILES
 from experiments import traffic
 from experiments.app import CONFIGS, to_plain
 from experiments.case import DEFAULT_RECORDS, case_from_config, model_from_config, models_with_geometry
@@ -107,6 +108,22 @@ def test_model_files_state_only_what_is_known_and_agree_with_themselves(model: s
         assert counts["attention"] == data["num_layers"] // data["full_attention_interval"]
     if "num_blocks" in data:
         assert sum(counts.values()) == data["num_blocks"]
+
+
+def test_an_overridden_timing_changes_the_name() -> None:
+    def name(*overrides: str) -> str:
+        return case_from_config(compose("kernel", "device=cuda", *overrides)).timing.name
+
+    assert name("timing=gpu", "timing.rounds=10", "timing.warmup_limit_s=1.5") == "gpu+rounds=10+warmup_limit_s=1.5"
+    assert name("timing=gpu", "timing.rounds=15", "timing.warmup_limit_s=10") == "gpu"
+    beside = ("timing.replicates=1", "timing.timeout_s=9", "timing.phase_rounds=5")
+    assert name("timing=gpu", *beside) == "gpu"
+    assert name("timing=smoke", "timing.name=gpu") == "gpu+rounds=3+warmup_limit_s=0.5+warmup_tolerance=0.1"
+    assert name("timing=smoke", "timing.name=mine", "timing.rounds=9") == "mine"
+
+
+def test_claims_rest_on_timings_that_exist() -> None:
+    assert set(PROFILES) < {file.stem for file in (CONFIGS / "timing").glob("*.yaml")}
 
 
 def test_an_overridden_geometry_changes_the_name() -> None:
