@@ -140,6 +140,8 @@ def remarks(record: Record) -> list[str]:
     load, cores = _load_before(record), number(_host(record.device), "cores")
     if load is not None and cores and load > BUSY * cores:
         found.append("machine busy")
+    if record.timing_used.get("phases_fault"):
+        found.append("not timed by ring length: it failed")
     return found + _silent(record) + _capped(record)
 
 

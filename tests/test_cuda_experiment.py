@@ -23,6 +23,7 @@ if not GPU:
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from analysis import tables  # noqa: E402
+from analysis.gates import remarks  # noqa: E402
 from analysis.load import load  # noqa: E402
 from experiments.case import Case, Precision, Timing  # noqa: E402
 from experiments.measure import devices, gates, layers, provenance, worker  # noqa: E402
@@ -211,6 +212,65 @@ def test_a_lost_device_is_an_error_of_all_arms_that_stand(device: devices.Cpu, m
     assert (replay.status, replay.message) == ("error", f"before timing: {told}")
     assert (stored.status, stored.message) == ("error", f"the device was lost with replay/triton: {told}")
     assert not device.works()
+
+
+@pytest.mark.skipif(GPU, reason="the stand-in's memory is full at will")
+def test_memory_that_wants_for_the_bandwidth_kernels_is_an_oom_of_all_arms_that_stand(
+    device: devices.Cpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*shape: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    planted(monkeypatch, round_state)
+    monkeypatch.setattr(worker.torch, "ones", full)
+    stored, replay = run(case())
+    assert (stored.status, replay.status) == ("oom", "incorrect")
+    assert stored.message == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def test_a_bug_of_the_harness_is_no_record(device: devices.Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_fastest_stored", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(case())
+
+
+def test_the_others_are_timed_anew_when_the_arm_that_was_timed_twice_is_wrong_afterwards(
+    device: devices.Cpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_after, taken = worker._check_after, []
+
+    def spoil(arms: list[worker.Arm], *arguments: Any) -> None:
+        stored, _ = arms
+        taken.append(stored.layers is not None)
+        if stored.layers is not None:
+            stored.layers.run_pass = lambda passes: None
+        check_after(arms, *arguments)
+
+    monkeypatch.setattr(worker, "_check_after", spoil)
+    stored, replay = run(case())
+    assert taken == [True, False]
+    assert (stored.status, stored.samples_ns) == ("incorrect", ())
+    assert (replay.status, replay.message) == ("ok", "")
+    assert len(replay.samples_ns) == len(replay.again_samples_ns) == ROUNDS
+    assert [c.moment for c in replay.correctness] == ["before", "after", "after"]
+    assert all(c.copies_touched == c.copies_expected for c in replay.correctness)
+
+
+def test_an_arm_that_fails_at_one_ring_length_keeps_its_whole_cycles(
+    device: devices.Cpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, position: int) -> None:
+        raise KeyError("no such place")
+
+    monkeypatch.setattr(layers.StoredLayers, "place", fail)
+    stored, replay = run(case(phase_rounds=2))
+    assert (stored.status, stored.phase_samples_ns) == ("ok", ())
+    assert stored.timing_used["phases_fault"] == "KeyError: 'no such place'"
+    assert len(stored.samples_ns) == len(stored.again_samples_ns) == ROUNDS
+    assert [len(ns) for ns in replay.phase_samples_ns] == [2] * LENGTH
+    assert "phases_fault" not in replay.timing_used
+    assert "not timed by ring length: it failed" in remarks(stored)
+    assert "not timed by ring length: it failed" not in remarks(replay)
 
 
 def test_a_replay_counts_the_passes_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:

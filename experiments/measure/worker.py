@@ -20,15 +20,16 @@ import torch
 
 from experiments.case import Case
 from experiments.measure import devices, gates
+from experiments.measure.arm import Arm, LostError, fail, status_of, told
 from experiments.measure.assemble import Group, case_from_dict, order_seed
 from experiments.measure.journal import Journal
 from experiments.measure.layers import forget
-from experiments.measure.record import Correctness, Record
+from experiments.measure.phases import time_phases
+from experiments.measure.record import Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes, probe_bytes
 from experiments.measure.sources import arm_file
 from experiments.measure.timing import RaisedError, Samples, interleave, warm_up
 from replayssm.layout import format_of
-from replayssm.traffic import Traffic
 
 AGAIN = " again"
 """Behind the name of the arm that is timed a second time."""
@@ -36,45 +37,23 @@ MEMORY_SHARE = 0.8
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
 
 
-class Arm:
-    """One arm of a running group: its layers, and what became of it. ``graph`` is what timing replays on a GPU."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.status, self.message = "ok", ""
-        self.layers: Any = None
-        self.graph: devices.Run | None = None
-        self.module: Any = None
-        self.config: dict[str, Any] = {}
-        self.traffic: Traffic | None = None
-        self.correctness: list[Correctness] = []
-        self.cycles = 0
-        self.phases_ns: tuple[tuple[int, ...], ...] = ()
-
-    def fail(self, status: str, message: str) -> None:
-        self.status, self.message, self.layers, self.graph = status, " ".join(message.split()), None, None
-
-    def run(self, cycles: int) -> None:
-        cycle = self.graph or self.layers.cycle
-        for _ in range(cycles):
-            cycle()
-        self.cycles += cycles
-
-
-class LostError(Exception):
-    """The device answers no more; nothing can run in this process."""
-
-
 def run_group(group: Group) -> list[Record]:
-    """Run all arms of a case and return one record each; failures of an arm are its record, never an exception."""
+    """Run all arms of a case and return one record each; failures of an arm are its record, never an exception. A
+    lost device, or no room for what they share, is the failure of all that stand.
+    """
     arms = [Arm(name) for name in group.arms]
     try:
         return _run(group, arms)
     except LostError as lost:
-        for arm in arms:
-            if arm.status == "ok":
-                arm.fail("error", str(lost))
-        return [_record(arm, group, {}, {}) for arm in arms]
+        status, message = "error", str(lost)
+    except Exception as error:
+        status, message = status_of(error), told(error)
+        if status != "oom":
+            raise
+    for arm in arms:
+        if arm.status == "ok":
+            arm.fail(status, message)
+    return [_record(arm, group, {}, {}) for arm in arms]
 
 
 def _run(group: Group, arms: list[Arm]) -> list[Record]:
@@ -84,8 +63,8 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
         raise LostError(f"PyTorch {torch.__version__} cannot use the device")
     device.begin(case)
     group.device = device.describe()
-    told = group.device.get("last_level_cache_bytes")
-    cache_bytes = told or FALLBACK_CACHE_BYTES
+    known = group.device.get("last_level_cache_bytes")
+    cache_bytes = known or FALLBACK_CACHE_BYTES
     copies = copies_of(case, cache_bytes)
     copy_bytes = format_of(case.precision.state).state_bytes(case.geometry) * case.batch_size
     needed, free = needed_bytes(case, len(group.arms), copies), device.free_bytes()
@@ -96,14 +75,13 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     for arm in arms:
         _prepare(arm, case, copies)
     _check_before(arms, case, copies)
-    timed = _time_standing(arms, group, probe_bytes(case, copies))
-    _check_after(arms, case, copies)
-    _time_phases(arms, group)
+    timed = _timed_and_checked(arms, group, copies)
+    time_phases(arms, group)
     used = {
         "copies": copies,
         "rotated_bytes": copies * copy_bytes,
         "last_level_cache_bytes": cache_bytes,
-        "last_level_cache_assumed": told is None,
+        "last_level_cache_assumed": known is None,
         "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
         "cycles_per_sample": case.timing.cycles_per_sample,
         "interval_length": case.interval_length,
@@ -124,7 +102,7 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
             arm.layers = arm.module.prepare(case, copies)
             arm.graph = devices.of(case).graph(arm.layers)
     except Exception as error:
-        _fail(arm, case, error)
+        fail(arm, case, error)
 
 
 def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
@@ -148,6 +126,21 @@ def _check_after(arms: list[Arm], case: Case, copies: int) -> None:
         _checked(arm, check)
 
 
+def _timed_and_checked(arms: list[Arm], group: Group, copies: int) -> dict[str, Any]:
+    """Time the arms that are right, and check them again. Where the arm that was timed twice is wrong by then, the
+    others have no A/A comparison, and are timed and checked anew.
+    """
+    case = group.case
+    timed = _time_standing(arms, group, probe_bytes(case, copies))
+    _check_after(arms, case, copies)
+    standing = {arm.name: arm for arm in arms if arm.layers is not None}
+    if not standing or set(timed["again"]) <= set(standing):
+        return timed
+    for arm in standing.values():
+        gates.mark_copies(arm.layers)
+    return _timed_and_checked(arms, group, copies)
+
+
 def _checked(arm: Arm, check: gates.Check) -> Any:
     """Run one check on an arm that still stands; returns its outputs."""
     if arm.layers is None:
@@ -155,7 +148,7 @@ def _checked(arm: Arm, check: gates.Check) -> Any:
     try:
         correctness, outputs = check.run(arm.layers, arm.cycles, arm.graph)
     except Exception as error:
-        _fail(arm, check.case, error, f"{check.moment} timing: ")
+        fail(arm, check.case, error, f"{check.moment} timing: ")
         return None
     arm.cycles += 2 if arm.graph else 1
     arm.correctness.append(correctness)
@@ -173,8 +166,10 @@ def _time_standing(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str
             name = raised.name.removesuffix(AGAIN)
             blamed = next((arm for arm in arms if arm.name == name), None)
             if blamed is None:
-                raise LostError(f"{raised.name} failed: {_told(raised.__cause__)}") from raised
-            _fail(blamed, group.case, raised.__cause__, "while timed: ")
+                if raised.__cause__ is not None and status_of(raised.__cause__) == "oom":
+                    raise raised.__cause__ from None
+                raise LostError(f"{raised.name} failed: {told(raised.__cause__)}") from raised
+            fail(blamed, group.case, raised.__cause__, "while timed: ")
     return {}
 
 
@@ -223,35 +218,6 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
     }
 
 
-def _time_phases(arms: list[Arm], group: Group) -> None:
-    """Time a step of the arms that are right at each ring length: all rows at it, without a commit. The layers hold
-    nothing of meaning afterwards.
-    """
-    case, device = group.case, devices.of(group.case)
-    if not case.timing.phase_rounds:
-        return
-    standing = {arm.name: arm for arm in arms if arm.layers is not None}
-    places = {f"{name} {p}": (arm, p) for name, arm in standing.items() for p in range(arm.layers.positions)}
-    steps: dict[str, devices.Run] = {}
-
-    def elapsed_ns(place: tuple[Arm, int]) -> int:
-        arm, position = place
-        if arm.name not in steps:
-            steps[arm.name] = device.repeated(arm.layers.run_steps)
-        arm.layers.place(position)
-        return device.elapsed_ns(steps[arm.name])
-
-    try:
-        warm_up(places, case.timing.warmup_limit_s, case.timing.warmup_tolerance, elapsed_ns)
-        samples = interleave(places, case.timing.phase_rounds, order_seed(case, group.replicate), elapsed_ns)
-    except RaisedError as raised:
-        _fail(places[raised.name][0], case, raised.__cause__, "while timed at one ring length: ")
-        return _time_phases(arms, group)
-    for name, arm in standing.items():
-        found = (samples.elapsed_ns[f"{name} {p}"] for p in range(arm.layers.positions))
-        arm.phases_ns = tuple(map(tuple, found))
-
-
 def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
     """The arm timed twice: the fastest stored one of the warm-up, since all speedups rest on it."""
     stored = [name for name in names if name.startswith("stored/")]
@@ -274,6 +240,8 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         return group.record(arm.name, arm.status, arm.message, **checks)
     case, bandwidth, of_timing = group.case, timed["bandwidth"], timed["used"]
     device = devices.of(case)
+    if arm.phases_fault:
+        of_timing = of_timing | {"phases_fault": arm.phases_fault}
     if arm.name not in timed["again"]:  # what is the same for all is told once
         bandwidth = {kind: _without(of_kind, "candidates") for kind, of_kind in bandwidth.items()}
         of_timing = _without(of_timing, "participants", "order")
@@ -299,25 +267,6 @@ def _without(block: Any, *names: str) -> Any:
 def _median_step_ns(record: Record) -> float | None:
     samples = [ns for of_round in record.samples_ns for ns in of_round]
     return median(samples) / record.layer_steps_per_sample if samples else None
-
-
-def _fail(arm: Arm, case: Case, error: BaseException | None, when: str = "") -> None:
-    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
-    arm.fail(_status(error), f"{when}{_told(error)}")
-    if not devices.of(case).works():
-        raise LostError(f"the device was lost with {arm.name}: {_told(error)}")
-
-
-def _status(error: BaseException | None) -> str:
-    """PyTorch's CPU allocator raises a plain RuntimeError."""
-    oom = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-    return "oom" if oom else "error"
-
-
-def _told(error: BaseException | None) -> str:
-    """The first lines of CUDA's errors say what happened, the others how to find out more."""
-    text = str(error).partition("\nCUDA kernel errors might")[0]
-    return f"{type(error).__name__}: {text}"
 
 
 def _end_with_parent(stdin: TextIO, writing: threading.Lock) -> None:

@@ -1,0 +1,65 @@
+"""An arm of a group while it runs, and what becomes of it when something raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from experiments.case import Case
+from experiments.measure import devices
+from experiments.measure.record import Correctness
+from replayssm.traffic import Traffic
+
+
+class Arm:
+    """One arm of a running group: its layers, and what became of it. ``graph`` is what timing replays on a GPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status, self.message = "ok", ""
+        self.layers: Any = None
+        self.graph: devices.Run | None = None
+        self.module: Any = None
+        self.config: dict[str, Any] = {}
+        self.traffic: Traffic | None = None
+        self.correctness: list[Correctness] = []
+        self.cycles = 0
+        self.phases_ns: tuple[tuple[int, ...], ...] = ()
+        self.phases_fault = ""
+
+    def fail(self, status: str, message: str) -> None:
+        self.status, self.message, self.layers, self.graph = status, " ".join(message.split()), None, None
+
+    def run(self, cycles: int) -> None:
+        cycle = self.graph or self.layers.cycle
+        for _ in range(cycles):
+            cycle()
+        self.cycles += cycles
+
+
+class LostError(Exception):
+    """The device answers no more; nothing can run in this process."""
+
+
+def fail(arm: Arm, case: Case, error: BaseException | None, when: str = "") -> None:
+    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
+    arm.fail(status_of(error), f"{when}{told(error)}")
+    refuse_lost(arm, case, error)
+
+
+def refuse_lost(arm: Arm, case: Case, error: BaseException | None) -> None:
+    if not devices.of(case).works():
+        raise LostError(f"the device was lost with {arm.name}: {told(error)}")
+
+
+def status_of(error: BaseException | None) -> str:
+    """PyTorch's CPU allocator raises a plain RuntimeError."""
+    oom = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    return "oom" if oom else "error"
+
+
+def told(error: BaseException | None) -> str:
+    """The first lines of CUDA's errors say what happened, the others how to find out more."""
+    text = str(error).partition("\nCUDA kernel errors might")[0]
+    return f"{type(error).__name__}: {text}"
