@@ -46,9 +46,10 @@ class StandIn(devices.Cuda):
     tensors = "cpu:0"  # not "cpu", so that outputs are kept as on a GPU
     timer = "time.perf_counter_ns"
     lost = False
+    asked = 0
 
     def begin(self, case: Case) -> None:
-        self.lost = False
+        self.lost, self.asked = False, 0
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "gpu", "name": "Stand-in", "last_level_cache_bytes": 512, "memory_bytes": 2**30}
@@ -59,8 +60,12 @@ class StandIn(devices.Cuda):
     def free_bytes(self) -> int:
         return 2**40
 
+    def allocated_bytes(self) -> int:
+        self.asked += 1
+        return 1000 * self.asked**2
+
     def peak_memory_bytes(self) -> int:
-        return 1
+        return 9999
 
     def bandwidth_candidates(self) -> dict[str, Any]:
         wanted = ("torch.sum", "torch.mul_", "torch.copy_")
@@ -126,6 +131,9 @@ def test_both_arms_pass_every_gate_and_reach_the_tables(
         assert record.device_state["throttled"] is False
         names = [c.quantity for c in record.correctness[0].comparisons]
         assert {"output", "graph: output", "graph: state"} <= set(names)
+    if not GPU:  # asked before and after each arm was built
+        assert [r.layers_memory_bytes for r in records] == [3000, 7000]
+        assert [r.group_peak_memory_bytes for r in records] == [9999] * 2
     before, after = records[1].correctness
     per_cycle = records[1].timing_used["copies"] * ROWS
     assert before.flushes_counted == before.flushes_expected == 2 * per_cycle

@@ -13,6 +13,8 @@ from analysis.load import load
 from experiments.measure.journal import finished
 from experiments.measure.record import Record, read_lines
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def edited(path: str, value: Any) -> str:
     """The line of a good record, with the field at a dotted path replaced."""
@@ -78,6 +80,19 @@ def test_an_odd_line_is_refused_in_one_line_by_every_reader(tmp_path: Path, line
 def test_what_is_accepted_can_be_written_again() -> None:
     for record in (*records.group(), *records.group(failed={"replay/cpu": "oom"})):
         assert Record.from_json(record.to_json()) == record
+
+
+def test_records_of_earlier_versions_are_read_and_written_as_they_are() -> None:
+    committed = [text for _, _, text in read_lines(ROOT / "results" / "records") if text]
+    assert committed
+    for line in committed:
+        record = Record.from_json(line)
+        assert json.loads(record.to_json()) == json.loads(line)
+    old = json.loads(records.group()[0].to_json()) | {"schema": "replayssm.record/2", "peak_memory_bytes": 7}
+    del old["group_peak_memory_bytes"], old["layers_memory_bytes"]
+    record = Record.from_json(json.dumps(old))
+    assert (record.group_peak_memory_bytes, record.layers_memory_bytes) == (7, None)
+    assert json.loads(record.to_json()) == old
 
 
 def test_lines_are_numbered_and_a_tail_without_an_end_has_no_text(tmp_path: Path) -> None:

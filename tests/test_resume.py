@@ -263,7 +263,9 @@ def test_a_case_that_cannot_fit_is_not_tried(fresh: Tree) -> None:
     assert done.code == 0
     assert done.out.count("not tried") == 2
     assert [line["status"] for line in fresh.lines()] == ["oom", "oom"]
-    assert all(line["message"].endswith("not tried") and line["peak_memory_bytes"] is None for line in fresh.lines())
+    assert all(
+        line["message"].endswith("not tried") and line["group_peak_memory_bytes"] is None for line in fresh.lines()
+    )
     # Memory may be free by then.
     assert "recorded already" not in fresh.experiment(*QUICK, "batch_size=1000000", "model.ssm.head_dim=4096").out
 

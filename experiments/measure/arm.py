@@ -24,6 +24,7 @@ class Arm:
         self.config: dict[str, Any] = {}
         self.traffic: Traffic | None = None
         self.correctness: list[Correctness] = []
+        self.memory_bytes: int | None = None
         self.cycles = 0
         self.phases_ns: tuple[tuple[int, ...], ...] = ()
         self.phases_fault = ""

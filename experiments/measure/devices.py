@@ -44,6 +44,10 @@ class Cpu:
     def free_bytes(self) -> int | None:
         return provenance.available_memory_bytes()
 
+    def allocated_bytes(self) -> int | None:
+        """What PyTorch's tensors on the device take at present; None where nobody counts."""
+        return None
+
     def peak_memory_bytes(self) -> int:
         """Of this process since it started; macOS counts in bytes, others in KiB."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -93,6 +97,9 @@ class Cuda(Cpu):
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0]
+
+    def allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated()
 
     def peak_memory_bytes(self) -> int:
         """Of this case's tensors on the GPU."""

@@ -53,6 +53,12 @@ def initial_state(case: Case, copies: int) -> Tensor:
     return torch.stack([drawn.roll(copy, dims=0) for copy in range(copies)])
 
 
+def share(case: Case, copies: int) -> None:
+    """Draw what the layers of all arms share, unless it is there, so that no arm is charged for its memory."""
+    initial_state(case, copies)
+    _drawn_tokens(case)
+
+
 def forget() -> None:
     """Free the tensors of the last case, which the next one does not use."""
     initial_state.cache_clear()

@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "replayssm.record/2"
-READABLE = ("replayssm.record/1", SCHEMA)
-"""Records of version 1 lack ``phase_samples_ns``, which may be empty."""
+SCHEMA = "replayssm.record/3"
+READABLE = ("replayssm.record/1", "replayssm.record/2", SCHEMA)
+"""Records of version 1 lack ``phase_samples_ns``, which may be empty; before version 3 ``group_peak_memory_bytes`` was
+``peak_memory_bytes``, and stays so on their line.
+"""
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "error", "timeout")
 MOMENTS = ("before", "after")
 TEXTS = ("group", "experiment", "case_hash", "arm", "arm_hash", "status", "message", "started_utc", "ended_utc")
@@ -132,7 +134,14 @@ class Record:
     correctness: tuple[Correctness, ...] = ()
     traffic: dict[str, Any] = field(default_factory=dict)
     bandwidth: dict[str, Any] = field(default_factory=dict)
-    peak_memory_bytes: int | None = None
+    layers_memory_bytes: int | None = None
+    """Memory of the device that the arm's layers took when they were built: state, ring, outputs and what else it
+    allocates then. None on a CPU, and in older records.
+    """
+    group_peak_memory_bytes: int | None = None
+    """The most that was in use on the GPU during the whole group: all arms, inputs, checks and bandwidth kernels. On a
+    CPU that of the process since it started, cases before this one included.
+    """
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -174,6 +183,9 @@ class Record:
     def to_json(self) -> str:
         """One line without a newline. Raises ``ValueError`` on a NaN or infinity, which JSON cannot hold."""
         data = {"schema": self.schema, "id": self.id} | dataclasses.asdict(self)
+        if self.schema != SCHEMA:
+            del data["layers_memory_bytes"]
+            data["peak_memory_bytes"] = data.pop("group_peak_memory_bytes")
         for block, check in zip(data["correctness"], self.correctness, strict=True):
             block["passed"] = check.passed
             for row, comparison in zip(block["comparisons"], check.comparisons, strict=True):
@@ -188,6 +200,8 @@ class Record:
             line.encode()  # bytes that were no UTF-8 when the file was read
             _check_types(data)
             data.pop("id")
+            if data["schema"] != SCHEMA:
+                data["group_peak_memory_bytes"] = data.pop("peak_memory_bytes", None)
             blocks = data.pop("correctness")
             stated = [block.pop("passed") for block in blocks]
             data["correctness"] = tuple(_correctness(block) for block in blocks)

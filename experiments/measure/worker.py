@@ -23,7 +23,7 @@ from experiments.measure import devices, gates
 from experiments.measure.arm import Arm, LostError, fail, status_of, told
 from experiments.measure.assemble import Group, case_from_dict, order_seed
 from experiments.measure.journal import Journal
-from experiments.measure.layers import forget
+from experiments.measure.layers import forget, share
 from experiments.measure.phases import time_phases
 from experiments.measure.record import Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes, probe_bytes
@@ -92,6 +92,7 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
 
 def _prepare(arm: Arm, case: Case, copies: int) -> None:
     """Import the arm and build its layers; what goes wrong is the arm's status."""
+    device = devices.of(case)
     try:
         arm.module = importlib.import_module(f"experiments.arms.{arm_file(arm.name).stem}")
         arm.config, arm.traffic = arm.module.describe(case), arm.module.traffic(case)
@@ -99,8 +100,11 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
         if reason:
             arm.fail("unsupported", reason)
         else:
+            share(case, copies)
+            before = device.allocated_bytes()
             arm.layers = arm.module.prepare(case, copies)
-            arm.graph = devices.of(case).graph(arm.layers)
+            arm.memory_bytes = None if before is None else device.allocated_bytes() - before
+            arm.graph = device.graph(arm.layers)
     except Exception as error:
         fail(arm, case, error)
 
@@ -255,7 +259,8 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
         traffic=arm.traffic.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
         bandwidth=bandwidth,
-        peak_memory_bytes=device.peak_memory_bytes(),
+        layers_memory_bytes=arm.memory_bytes,
+        group_peak_memory_bytes=device.peak_memory_bytes(),
         phase_samples_ns=arm.phases_ns,
     )
 
