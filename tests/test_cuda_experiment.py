@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,74 @@ def test_an_arm_that_fails_at_one_ring_length_keeps_its_whole_cycles(
     assert "phases_fault" not in replay.timing_used
     assert "not timed by ring length: it failed" in remarks(stored)
     assert "not timed by ring length: it failed" not in remarks(replay)
+
+
+class Queue:
+    """A GPU that waits as long as it is told to, and needs ``needed`` cycles of its clock to be told all of it."""
+
+    def __init__(self, needed: int) -> None:
+        self.needed, self.waits, self.runs = needed, [], 0
+
+    def sleep(self, cycles: int) -> None:
+        self.waits.append(cycles)
+
+    def run(self) -> None:
+        self.runs += 1
+
+    def event(self, enable_timing: bool) -> Any:
+        return types.SimpleNamespace(
+            record=lambda: None,
+            synchronize=lambda: None,
+            query=lambda: self.waits[-1] < self.needed,
+            elapsed_time=lambda end: 0.001 * self.waits[-1],
+        )
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Queue:
+    made = Queue(request.param)
+    monkeypatch.setattr(devices.torch.cuda, "_sleep", made.sleep, raising=False)
+    monkeypatch.setattr(devices.torch.cuda, "Event", made.event)
+    return made
+
+
+FIRST = devices.SPIN_CYCLES
+
+
+@pytest.mark.parametrize("queue", [3 * FIRST], indirect=True)
+def test_a_sample_that_began_before_all_was_queued_is_taken_again(queue: Queue) -> None:
+    device, other = devices.Cuda(), lambda: None
+    assert device.elapsed_ns(queue.run) == 4 * FIRST * 1000
+    assert (queue.waits, queue.runs) == ([FIRST, 2 * FIRST, 4 * FIRST], 3)
+    assert device.elapsed_ns(other) == 4 * FIRST * 1000  # the wait that was found is kept
+    assert (device.retaken[queue.run], device.retaken[other]) == (2, 0)
+
+
+@pytest.mark.parametrize("queue", [devices.LONGEST_SPIN_CYCLES * 2], indirect=True)
+def test_what_waits_for_the_gpu_itself_is_refused_and_spoils_nobody_else_s_wait(queue: Queue) -> None:
+    device = devices.Cuda()
+    with pytest.raises(RuntimeError, match=r"^launches are not queued within 512,000,000 cycles of the GPU's clock$"):
+        device.elapsed_ns(queue.run)
+    queue.needed = 0
+    assert device.elapsed_ns(queue.run) == FIRST * 1000
+
+
+@pytest.mark.skipif(GPU, reason="the stand-in takes samples again at will")
+def test_samples_that_were_taken_again_are_counted(device: devices.Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    elapsed_ns, late = device.elapsed_ns, []
+
+    def twice(run: devices.Run) -> int:
+        if len(late) < 3 and run.__defaults__ and isinstance(run.__defaults__[0], worker.Arm):
+            late.append(run.__defaults__[0].name)
+            device.retaken[run] += 1
+            run()
+        return elapsed_ns(run)
+
+    monkeypatch.setattr(device, "elapsed_ns", twice)
+    records = run(case())
+    assert [(r.status, r.message) for r in records] == [("ok", "")] * 2
+    (told,) = [r.timing_used["retaken"] for r in records if "retaken" in r.timing_used]
+    assert {name: late.count(name) for name in ARMS} == {name: told.get(name, 0) for name in ARMS}
 
 
 def test_a_replay_counts_the_passes_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:

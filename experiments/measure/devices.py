@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,10 @@ from experiments.measure import provenance
 from experiments.measure.timing import host_elapsed_ns
 
 Run = Callable[[], object]
-SPIN_CYCLES = 2_000_000
-"""About 1 ms that the GPU waits before a sample, so that its launches are queued before the first one runs."""
+SPIN_CYCLES, LONGEST_SPIN_CYCLES = 2_000_000, 512_000_000
+"""About 1 ms that the GPU waits before a sample, so that its launches are queued before the first one runs; and a
+quarter of a second, what launching a graph may take at most. `Cuda.elapsed_ns` finds what is enough.
+"""
 
 
 class Cpu:
@@ -28,6 +31,10 @@ class Cpu:
 
     tensors = "cpu"
     timer = "time.perf_counter_ns"
+
+    def __init__(self) -> None:
+        self.retaken: Counter[Run] = Counter()
+        """How often a sample of what was timed had to be taken again since the case began."""
 
     def begin(self, case: Case) -> None:
         """Prepare the process for a case."""
@@ -78,7 +85,13 @@ class Cuda(Cpu):
     tensors = "cuda"
     timer = "CUDA events around CUDA graph replays"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.spin_cycles = SPIN_CYCLES
+
     def begin(self, case: Case) -> None:
+        self.retaken.clear()
+        self.spin_cycles = SPIN_CYCLES
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -117,13 +130,24 @@ class Cuda(Cpu):
         return captured(run)
 
     def elapsed_ns(self, run: Run) -> int:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN_CYCLES)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return round(start.elapsed_time(end) * 1e6)
+        """No work of the host lies inside: the GPU waits while everything is queued, and where it has begun before
+        that, as with a graph of thousands of kernels, the wait of this case doubles and the sample is taken again.
+        Raises ``RuntimeError`` if no wait is long enough.
+        """
+        while self.spin_cycles <= LONGEST_SPIN_CYCLES:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self.spin_cycles)
+            start.record()
+            run()
+            end.record()
+            begun = start.query()
+            end.synchronize()
+            if not begun:
+                return round(start.elapsed_time(end) * 1e6)
+            self.retaken[run] += 1
+            self.spin_cycles *= 2
+        self.spin_cycles = SPIN_CYCLES
+        raise RuntimeError(f"launches are not queued within {LONGEST_SPIN_CYCLES:,} cycles of the GPU's clock")
 
     def works(self) -> bool:
         try:

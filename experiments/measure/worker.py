@@ -201,7 +201,8 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
     )
     group.states = [state for state in states if state]
     for name, arm in standing.items():
-        asked = cycles * (warmed.rounds + case.timing.rounds * (2 if name == again else 1))
+        rounds = warmed.rounds + case.timing.rounds * (2 if name == again else 1)
+        asked = cycles * (rounds + device.retaken[participants[name]])
         if arm.cycles - before[name] != asked:
             arm.fail("incorrect", f"{arm.cycles - before[name]} cycles run while timed, {asked} asked")
     return {
@@ -216,6 +217,7 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
             "warmup_rounds": warmed.rounds,
             "warmup_s": round(warmed.elapsed_s, 3),
             "warmup_settled": warmed.settled,
+            "retaken": {name: n for name, run in participants.items() if (n := device.retaken[run])},
             "participants": list(participants),
             "order": [[list(participants).index(name) for name in order] for order in samples.order],
         },
@@ -248,7 +250,7 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         of_timing = of_timing | {"phases_fault": arm.phases_fault}
     if arm.name not in timed["again"]:  # what is the same for all is told once
         bandwidth = {kind: _without(of_kind, "candidates") for kind, of_kind in bandwidth.items()}
-        of_timing = _without(of_timing, "participants", "order")
+        of_timing = _without(of_timing, "participants", "order", "retaken")
     return group.record(
         arm.name,
         "ok",
