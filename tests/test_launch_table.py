@@ -171,5 +171,5 @@ def test_committed_tables_are_as_the_tuner_writes_them(path: Path, tables: Path)
 def test_a_table_belongs_to_the_sources_of_an_arm() -> None:
     folder = "replayssm/kernels/triton/launches/"
     for arm in ("stored/triton", "replay/triton"):
-        assert any(path.startswith(folder) for path in sources.arm_sources(arm))
-    assert not any(path.startswith(folder) for path in sources.arm_sources("replay/torch"))
+        assert any(path.startswith(folder) for path in sources.arm_sources(arm, "NVIDIA H200"))
+    assert not any(path.startswith(folder) for path in sources.arm_sources("replay/torch", "NVIDIA H200"))

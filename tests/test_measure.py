@@ -101,22 +101,61 @@ def test_the_caches_of_all_cores_add_up(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_arm_sources_are_what_runs_inside_a_sample() -> None:
-    of_replay, of_stored = sources.arm_sources("replay/torch"), sources.arm_sources("stored/torch")
+    of_replay, of_stored = (sources.arm_sources(arm, "any CPU") for arm in ("replay/torch", "stored/torch"))
     assert "experiments/arms/replay_torch.py" in of_replay
     assert {"replayssm/cache.py", "replayssm/recurrence/gdn.py", "replayssm/kernels/torch/replay.py"} <= set(of_replay)
     assert {p for p in of_replay if p.startswith("experiments/measure")} == {
         "experiments/measure/__init__.py",
+        "experiments/measure/devices.py",
         "experiments/measure/layers.py",
+        "experiments/measure/timing.py",
     }
+    assert not {p for p in of_replay if p.startswith("replayssm/kernels/cpu") or "bandwidth" in p}
     assert "replayssm/kernels/cpu/gdn.py" not in of_replay
-    of_cpu = sources.arm_sources("replay/cpu")
+    of_cpu = sources.arm_sources("replay/cpu", "any CPU")
     assert {f"replayssm/kernels/cpu/{name}.py" for name in ("mamba2", "gdn", "kda", "delta", "lanes")} <= set(of_cpu)
     assert "replayssm/kernels/torch/stored.py" in of_stored
-    of_triton = sources.arm_sources("replay/triton")
+    of_triton = sources.arm_sources("replay/triton", "NVIDIA H200")
     assert {f"replayssm/kernels/triton/{name}.py" for name in ("mamba2", "gdn", "kda", "launch", "commit")} <= set(
         of_triton
     )
-    assert "experiments/measure/tuning.py" in sources.arm_sources("stored/vllm-tuned")
+    assert "experiments/measure/tuning.py" in sources.arm_sources("stored/vllm-tuned", "NVIDIA H200")
+    assert "experiments/measure/peer_layers.py" in sources.arm_sources("replay/vllm", "NVIDIA H200")
+
+
+def test_the_launch_table_of_the_device_alone_belongs_to_an_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = tmp_path / "replayssm" / "kernels" / "triton"
+    (kernels / "launches").mkdir(parents=True)
+    (tmp_path / "experiments" / "arms").mkdir(parents=True)
+    (tmp_path / "experiments" / "arms" / "replay_new.py").write_text("import replayssm.kernels.triton.launch_table\n")
+    (kernels / "launch_table.py").write_text("")
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+
+    def hashes() -> tuple[str, str]:
+        return sources.arm_hash("replay/new", "NVIDIA H200"), sources.arm_hash("replay/new", "NVIDIA A100-SXM4-80GB")
+
+    none, _ = hashes()
+    (kernels / "launches" / "nvidia_h200.csv").write_text("rows")
+    mine, other = hashes()
+    assert mine != none == other
+    (kernels / "launches" / "nvidia_a100_sxm4_80gb.csv").write_text("rows")
+    assert hashes()[0] == mine
+    assert hashes()[1] != other
+
+
+def test_a_device_s_table_is_the_one_that_the_kernels_read() -> None:
+    launch_table = pytest.importorskip("replayssm.kernels.triton.launch_table")
+    for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"):
+        assert launch_table.path_of(name).name == f"{sources.file_name(name)}.csv"
+
+
+def test_how_samples_are_taken_belongs_to_every_arm() -> None:
+    for arm in known_arms():
+        found = sources.arm_sources(arm, "NVIDIA H200")
+        assert {"experiments/measure/devices.py", "experiments/measure/timing.py"} <= set(found), arm
+        assert not {"experiments/measure/worker.py", "experiments/measure/gates.py"} & set(found), arm
 
 
 def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +166,10 @@ def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypat
     (library / "fast.py").write_text("import replayssm.deep\n")
     (tmp_path / "replayssm" / "deep.py").write_text("x = 1\n")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    before = sources.arm_hash("replay/new")
-    assert sources.arm_hash("replay/new") == before
+    before = sources.arm_hash("replay/new", "any CPU")
+    assert sources.arm_hash("replay/new", "any CPU") == before
     (tmp_path / "replayssm" / "deep.py").write_text("x = 2\n")
-    assert sources.arm_hash("replay/new") != before
+    assert sources.arm_hash("replay/new", "any CPU") != before
 
 
 @pytest.mark.parametrize(
@@ -147,9 +186,9 @@ def test_arm_hash_follows_what_is_installed(distribution: str, arms: set[str], m
     """Else an arm that was unsupported for want of its peer would be skipped once that is there."""
     of_all = known_arms()
     monkeypatch.setattr(sources, "_version", lambda name: None)
-    before = {arm: sources.arm_hash(arm) for arm in of_all}
+    before = {arm: sources.arm_hash(arm, "NVIDIA H200") for arm in of_all}
     monkeypatch.setattr(sources, "_version", lambda name: "1.0" if name == distribution else None)
-    changed = {arm for arm in of_all if sources.arm_hash(arm) != before[arm]}
+    changed = {arm for arm in of_all if sources.arm_hash(arm, "NVIDIA H200") != before[arm]}
     assert arms <= changed
     assert not changed & {"stored/cpu", "replay/cpu", "stored/torch", "replay/torch"}
     if distribution != "triton":

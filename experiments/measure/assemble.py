@@ -44,21 +44,21 @@ class Group:
 
     def record(self, arm: str, status: str, message: str = "", **measured: Any) -> Record:
         """The record of ``arm``. ``measured`` holds the record's fields that only a run knows."""
-        timing = dataclasses.asdict(self.case.timing)
+        timing, sources = dataclasses.asdict(self.case.timing), arm_sources(arm, str(self.device["name"]))
         state = (self.case.device, self.state_before, provenance.state(self.case.device), self.states)
         return Record(
             group=self.id,
             experiment=self.case.experiment,
             case_hash=case_hash(self.case),
             arm=arm,
-            arm_hash=arm_hash(arm),
+            arm_hash=arm_hash(arm, str(self.device["name"])),
             arms=self.arms,
             replicate=self.replicate,
             status=status,
             message=message,
             case=dataclasses.asdict(self.case),
             arm_config=measured.pop("arm_config", {}),
-            code=provenance.code() | {"arm_sources": {path: digest[:16] for path, digest in arm_sources(arm).items()}},
+            code=provenance.code() | {"arm_sources": {path: digest[:16] for path, digest in sources.items()}},
             packages=provenance.packages(),
             device=self.device,
             device_state=provenance.state_during(*state),
@@ -91,4 +91,4 @@ def resume_keys(case: Case, arms: tuple[str, ...], replicate: int) -> set[tuple[
     """What `Record.key` will be for the arms of a group that has not run yet."""
     schema = next(f.default for f in dataclasses.fields(Record) if f.name == "schema")
     device = provenance.device(case.device)["name"]
-    return {(schema, case_hash(case), arm, arm_hash(arm), device, replicate) for arm in arms}
+    return {(schema, case_hash(case), arm, arm_hash(arm, str(device)), device, replicate) for arm in arms}

@@ -1,9 +1,12 @@
 """Which source files an arm consists of, and their hash: part of the resume key; changed code is measured again.
 
-Found by walking the import statements of the arm's file, without importing anything. What is timed around the arm's
-kernel (`experiments.measure.layers`), the inputs, and what chooses a launch configuration belong to it; the rest of the
-harness does not run inside a sample. Kernels of another project, and what Triton makes of ours, change with the
-installed version, which the hash therefore covers: an arm whose peer was installed since is run.
+Found by walking the import statements of the arm's file, without importing anything. It is what runs inside a sample or
+decides how one is taken: the arm's kernel and the layers around it, the inputs, what chooses a launch configuration (of
+the tables, that of the device), graphs, events and waits of `experiments.measure.devices`, order and warm-up of
+`experiments.measure.timing`. The rest of the harness decides how many copies, rounds and cycles there are and whether
+results are right; each record says so, and is judged by it. The bandwidth kernels are no arm's: their samples stand in
+the records. Kernels of another project, and what Triton makes of ours, change with the installed version, which the
+hash therefore covers: an arm whose peer was installed since is run.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = {"replayssm/kernels/triton/launch_table.py": "launches/*.csv"}
-"""Files beside a source that decide what it does, by their pattern."""
-PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", "experiments.measure.layers")
-PACKAGES += ("experiments.measure.tuning",)
+DATA = {"replayssm/kernels/triton/launch_table.py": "launches/{device}.csv"}
+"""Files beside a source that decide what it does on a device."""
+HARNESS = ("experiments.measure.devices", "experiments.measure.timing")
+"""How samples are taken; of what these import, only each other belongs to an arm."""
+PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", *HARNESS)
+PACKAGES += ("experiments.measure.layers", "experiments.measure.peer_layers", "experiments.measure.tuning")
 INSTALLED = {
     "replayssm/kernels/triton/": ("triton",),
     "replayssm/peers/": ("triton",),
@@ -35,8 +41,10 @@ def arm_file(arm: str) -> Path:
     return ROOT / "experiments" / "arms" / f"{arm.replace('/', '_').replace('-', '_')}.py"
 
 
-def arm_sources(arm: str) -> dict[str, str]:
-    """SHA-256 by path, relative to the repository, of the arm's file, all project files it imports, and `DATA`."""
+def arm_sources(arm: str, device: str) -> dict[str, str]:
+    """SHA-256 by path, relative to the repository, of the arm's file, all project files it imports, and `DATA` for the
+    device of that name, where there is some.
+    """
     found: dict[Path, str] = {}
     waiting = [arm_file(arm)]
     while waiting:
@@ -47,14 +55,19 @@ def arm_sources(arm: str) -> dict[str, str]:
         found[path] = hashlib.sha256(text).hexdigest()
         if path.suffix == ".py":
             waiting.extend(file for name in _imports(text, path) for file in _files(name))
-            pattern = DATA.get(path.relative_to(ROOT).as_posix())
-            waiting.extend(path.parent.glob(pattern) if pattern else ())
+            data = DATA.get(path.relative_to(ROOT).as_posix(), "").format(device=file_name(device))
+            waiting.extend([path.parent / data] if data and (path.parent / data).exists() else [])
     return {str(path.relative_to(ROOT)): found[path] for path in sorted(found)}
 
 
-def arm_hash(arm: str) -> str:
+def file_name(device: str) -> str:
+    """What files of a device are called, ``nvidia_h200`` for NVIDIA H200; as its launch table is."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
+def arm_hash(arm: str, device: str) -> str:
     """First 16 hexadecimal digits of the hash over `arm_sources` and the installed versions that they depend on."""
-    found = arm_sources(arm)
+    found = arm_sources(arm, device)
     lines = [f"{path} {digest}" for path, digest in found.items()]
     names = {name for start, names in INSTALLED.items() for name in names if any(p.startswith(start) for p in found)}
     lines += [f"{name} {_version(name)}" for name in sorted(names)]
@@ -78,7 +91,8 @@ def _imports(text: bytes, path: Path) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [name for name in names if name.startswith(PACKAGES)]
+    of_harness = path.is_relative_to(ROOT) and ".".join(path.relative_to(ROOT).with_suffix("").parts) in HARNESS
+    return [name for name in names if name.startswith(HARNESS if of_harness else PACKAGES)]
 
 
 def _files(name: str) -> list[Path]:
