@@ -165,11 +165,14 @@ class StoredLayers(Layers):
 class ReplayLayers(Layers):
     """Copies of a replay layer, as the layers of one `ReplayCache`. ``commit`` moves cursor and origin on the device,
     as `replayssm.kernels.triton.commit.commit` does; without one the cache does, which no CUDA graph can capture.
+    ``raw_fold`` keeps v and beta in the rings, from which flushes then fold.
     """
 
     flushes_per_cycle = 1
 
-    def __init__(self, case: Case, copies: int, step: Step, commit: Commit | None = None) -> None:
+    def __init__(
+        self, case: Case, copies: int, step: Step, commit: Commit | None = None, raw_fold: bool = False
+    ) -> None:
         super().__init__(case, copies)
         self.positions = case.interval_length
         self.cache = ReplayCache(
@@ -179,6 +182,7 @@ class ReplayLayers(Layers):
             interval_length=case.interval_length,
             state_dtype=DTYPES[case.precision.state],
             input_dtype=DTYPES[case.precision.inputs],
+            raw_fold=raw_fold,
             device=self.device,
         )
         self._step, self._commit = step, commit

@@ -100,7 +100,8 @@ def needed_bytes(case: Case, arms: int, copies: int) -> int:
     of, the buffer of the bandwidth kernels, and the outputs that the checks of two arms hold.
     """
     state = format_of(case.precision.state).state_bytes(case.geometry)
-    ring = Ring(inputs=case.precision.inputs).token_bytes(case.geometry)[0] * max(1, case.interval_length - 1)
+    token = Ring(inputs=case.precision.inputs, raw=True).token_bytes(case.geometry)[0]
+    ring = token * max(1, case.interval_length - 1)
     output = case.geometry.heads * case.geometry.head_dim * 4
     kept, made_of = (case.interval_length, 2) if case.device == "cuda" else (1, 0)
     a_row = arms * (state + ring + kept * output) + (1 + made_of) * state + 2 * case.interval_length * output

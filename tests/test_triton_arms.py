@@ -1,0 +1,94 @@
+"""The named variants of our Triton arms under the experiment's own gates: on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from experiments.case import Case, Precision, Timing, known_arms
+from experiments.measure import gates
+from experiments.measure.layers import forget
+from replayssm.geometry import Geometry
+
+GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if GPU else []
+DEVICE = "cuda" if GPU else "cpu"
+SHAPES = {"mamba2": (2, 1), "gdn": (2, 1), "kda": (2, 2)}
+REPLAY = ("replay/triton-raw-fold", "replay/triton-stochastic")
+every_family = pytest.mark.parametrize("family", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
+    if not GPU:
+        monkeypatch.setattr(gates, "SLACK", 4.0)  # the interpreter truncates bfloat16, which doubles the error
+
+
+def case(family: str, state: str = "fp32", phase: str = "aligned", length: int = 3) -> Case:
+    heads, groups = SHAPES[family]
+    timing = Timing("test", 2, 1, 5.0, 0.01, 1.0, 1, 60.0)
+    geometry = Geometry(family, heads, groups, 16, 16)
+    return Case("kernel", "test", geometry, 2, length, phase, Precision(state, "bf16"), DEVICE, 0, 3, timing)
+
+
+def arm(name: str) -> Any:
+    return importlib.import_module(f"experiments.arms.{name.replace('/', '_').replace('-', '_')}")
+
+
+def judged(name: str, of: Case) -> Any:
+    """The arm's layers after both checks, each over one cycle, and one between them."""
+    if reason := arm(name).unsupported(of):
+        pytest.skip(reason)
+    layers = arm(name).prepare(of, 2)
+    for cycles, moment in ((0, "before"), (2, "after")):
+        correctness, _ = gates.Check(of, 2, moment).run(layers, cycles, None)
+        assert not correctness.faults()
+        gates.mark_copies(layers)
+        layers.cycle()
+    return layers
+
+
+@every_family
+@pytest.mark.parametrize("name", REPLAY)
+def test_replay_variants_pass_the_gates_and_write_once_an_interval(name: str, family: str) -> None:
+    layers = judged(name, case(family, "fp16" if "stochastic" in name else "fp32", "staggered"))
+    assert layers.flushes.unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("name", REPLAY)
+def test_other_intervals_pass_too(name: str, length: int) -> None:
+    judged(name, case("gdn", "fp16", length=length))
+
+
+def test_copies_and_seeds_draw_other_numbers() -> None:
+    def flushed(seed: int) -> Any:
+        forget()
+        of = Case(**{**vars(case("gdn", "fp16", length=1)), "seed": seed})
+        made = arm("replay/triton-stochastic").prepare(of, 2)
+        made.cache.load_state(made._batch, made.state[:1].expand(2, -1, -1, -1, -1).clone())
+        token = made.tokens.at(0, 0)
+        made.tokens.tokens = [token]
+        made.cycle()
+        return made.state
+
+    first, again = flushed(3), flushed(3)
+    assert torch.equal(first, again)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_each_record_tells_the_variants_apart() -> None:
+    of = case("gdn", "fp16")
+    told = {name: arm(name).describe(of) for name in ("replay/triton", *REPLAY)}
+    assert told["replay/triton"]["fold"] == "d"
+    assert told["replay/triton-raw-fold"]["fold"] == "inputs"
+    assert "Philox" in told["replay/triton-stochastic"]["rounding"]
+    bytes_of = {name: arm(name).traffic(of).ring_bytes_written for name in ("replay/triton", "replay/triton-raw-fold")}
+    assert bytes_of["replay/triton-raw-fold"] > bytes_of["replay/triton"]
+    assert set(told) <= set(known_arms())
