@@ -12,14 +12,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from experiments.case import Case, Precision, Timing, known_arms
 from experiments.measure import gates
+from experiments.measure.gated import raw_inputs
 from experiments.measure.layers import forget
 from replayssm.geometry import Geometry
+from replayssm.recurrence import FAMILIES
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if GPU else []
 DEVICE = "cuda" if GPU else "cpu"
 SHAPES = {"mamba2": (2, 1), "gdn": (2, 1), "kda": (2, 2)}
-REPLAY = ("replay/triton-raw-fold", "replay/triton-stochastic")
+REPLAY = ("replay/triton-gates", "replay/triton-raw-fold", "replay/triton-stochastic")
 every_family = pytest.mark.parametrize("family", SHAPES)
 
 
@@ -61,10 +63,41 @@ def test_replay_variants_pass_the_gates_and_write_once_an_interval(name: str, fa
     assert layers.flushes.unique().tolist() == [4]
 
 
+@every_family
+def test_stored_gates_pass_the_gates(family: str) -> None:
+    judged("stored/triton-gates", case(family))
+
+
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("name", REPLAY)
 def test_other_intervals_pass_too(name: str, length: int) -> None:
     judged(name, case("gdn", "fp16", length=length))
+
+
+@every_family
+def test_raw_inputs_give_the_ready_gates(family: str) -> None:
+    token = arm("replay/triton").prepare(case(family), 1).tokens.at(0, 0)
+    raw, given = raw_inputs(token)
+    if family == "mamba2":
+        made = {"dt": FAMILIES[family].discretize(raw.dt.double(), given.dt_bias.double())}
+    else:
+        told = (given.A_log.double(), given.dt_bias.double())
+        made = dict(zip(("g", "beta"), FAMILIES[family].gates(raw.g.double(), raw.beta.double(), *told), strict=True))
+    for name, tensor in token._asdict().items():
+        if name in made:
+            assert torch.allclose(made[name], tensor.double(), rtol=1e-6, atol=1e-8)
+            assert not torch.equal(getattr(raw, name), tensor)
+        else:
+            assert getattr(raw, name) is tensor
+
+
+def test_gates_without_their_bias_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the variant computes reaches the outputs: another A_log is another decay."""
+    module = importlib.import_module("experiments.measure.gated")
+    monkeypatch.setattr(module, "RAW_A_LOG", module.RAW_A_LOG + 0.01)
+    of = case("gdn")
+    correctness, _ = gates.Check(of, 2, "before").run(arm("replay/triton-gates").prepare(of, 2), 0, None)
+    assert correctness.faults()
 
 
 def test_copies_and_seeds_draw_other_numbers() -> None:
@@ -85,8 +118,9 @@ def test_copies_and_seeds_draw_other_numbers() -> None:
 
 def test_each_record_tells_the_variants_apart() -> None:
     of = case("gdn", "fp16")
-    told = {name: arm(name).describe(of) for name in ("replay/triton", *REPLAY)}
-    assert told["replay/triton"]["fold"] == "d"
+    told = {name: arm(name).describe(of) for name in ("stored/triton-gates", "replay/triton", *REPLAY)}
+    assert told["stored/triton-gates"]["gates"] == told["replay/triton-gates"]["gates"] == "in the kernel"
+    assert (told["replay/triton"]["gates"], told["replay/triton"]["fold"]) == ("ready", "d")
     assert told["replay/triton-raw-fold"]["fold"] == "inputs"
     assert "Philox" in told["replay/triton-stochastic"]["rounding"]
     bytes_of = {name: arm(name).traffic(of).ring_bytes_written for name in ("replay/triton", "replay/triton-raw-fold")}

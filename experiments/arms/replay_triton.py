@@ -38,7 +38,7 @@ def describe(case: Case) -> dict[str, Any]:
     size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
     launch, how = choose(case.geometry, case.batch_size, size, case.interval_length, device)
     fold = "inputs" if case.geometry.family == "mamba2" else "d"
-    return {"backend": "triton", "fold": fold, "chosen": how} | asdict(launch)
+    return {"backend": "triton", "fold": fold, "gates": "ready", "chosen": how} | asdict(launch)
 
 
 def traffic(case: Case) -> Traffic:

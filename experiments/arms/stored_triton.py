@@ -36,7 +36,7 @@ def describe(case: Case) -> dict[str, Any]:
 
     size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
     launch, how = choose(case.geometry, case.batch_size, size, None, device)
-    return {"backend": "triton", "chosen": how} | asdict(launch)
+    return {"backend": "triton", "gates": "ready", "chosen": how} | asdict(launch)
 
 
 def traffic(case: Case) -> Traffic:

@@ -26,6 +26,7 @@ def prepare(case: Case, copies: int) -> StoredLayers:
 def describe(case: Case) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record."""
     told = {"backend": "triton", "chosen": "by vLLM"} | vllm.PEER.told()
+    told["gates"] = vllm.gates_of(case.geometry.family)
     if unsupported(case):
         return told
     launch = vllm.shipped_launch(case.geometry, case.batch_size, DTYPES[case.precision.state])

@@ -29,6 +29,7 @@ def prepare(case: Case, copies: int) -> StoredLayers:
 def describe(case: Case) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record: the time of a step with each candidate."""
     told = {"backend": "triton", "chosen": "fastest of the candidates on this device"} | vllm.PEER.told()
+    told["gates"] = vllm.gates_of(case.geometry.family)
     if unsupported(case):
         return told
     launch, times = _chosen(case)

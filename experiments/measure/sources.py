@@ -24,7 +24,7 @@ DATA = {"replayssm/kernels/triton/launch_table.py": "launches/{device}.csv"}
 HARNESS = ("experiments.measure.devices", "experiments.measure.timing")
 """How samples are taken; of what these import, only each other belongs to an arm."""
 PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", *HARNESS)
-PACKAGES += ("experiments.measure.layers", "experiments.measure.peer_layers", "experiments.measure.tuning")
+PACKAGES += tuple(f"experiments.measure.{name}" for name in ("gated", "layers", "peer_layers", "tuning"))
 INSTALLED = {
     "replayssm/kernels/triton/": ("triton",),
     "replayssm/peers/": ("triton",),

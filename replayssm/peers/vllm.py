@@ -94,6 +94,11 @@ def candidates(family: str) -> list[Launch]:
     return [Launch(rows, warps) for rows in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4) if rows <= 32 * warps]
 
 
+def gates_of(family: str) -> str:
+    """Where the stored step's gates come from: computed ``in the kernel``, or ``ready``."""
+    return "ready" if family == "mamba2" else "in the kernel"
+
+
 def unsupported(family: str, *, replay: bool = False) -> str | None:
     """Why vLLM has no such step; None if it has."""
     if replay and family != "mamba2":
