@@ -60,7 +60,9 @@ def other_timings(question: Question) -> list[str]:
 
 
 def best_replay(question: Question, wanted: Callable[[Any], bool]) -> list[Any]:
-    """By model and batch, the fastest replay arm; of its flush phases the slower counts."""
+    """By model and batch, the fastest replay arm; of its flush phases the slower counts. Where a baseline computes its
+    gates, an arm that does so too goes before those that get theirs ready.
+    """
     worst: dict[tuple[Any, ...], Any] = {}
     for row in filter(wanted, replay_rows(question)):
         key = (row.model, row.batch_size, row.inputs, str(row.threads), row.arm)
@@ -162,8 +164,9 @@ def _setting(row: Any) -> tuple[int, bool, float]:
     return (row.batch_size, row.inputs == PAPER_INPUTS, 0.0 if pd.isna(row.threads) else row.threads)
 
 
-def _rank(row: Any) -> tuple[bool, float, float]:
-    return (row.inputs == PAPER_INPUTS, 0.0 if pd.isna(row.threads) else row.threads, row.speedup)
+def _rank(row: Any) -> tuple[bool, float, bool, float]:
+    threads = 0.0 if pd.isna(row.threads) else row.threads
+    return (row.inputs == PAPER_INPUTS, threads, row.like_for_like == "yes", row.speedup)
 
 
 def _distance(row: Any) -> int:

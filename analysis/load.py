@@ -118,6 +118,21 @@ def describe(record: Record) -> dict[str, Any]:
     )
 
 
+IN_KERNEL = "in the kernel"
+"""What a record says of the gates of an arm that computes them itself; most arms get them ready."""
+
+
+def computes_gates(record: Record) -> bool:
+    """Whether the arm's kernel computes its gates; records of vLLM's packed decode that do not say were of one."""
+    told = record.arm_config.get("gates")
+    return told == IN_KERNEL if told is not None else "packed_decode" in str(record.arm_config.get("kernel"))
+
+
+def like_for_like(record: Record, other: Record) -> bool:
+    """Whether the arm does the work of the other that the comparison is to: it is not spared the gates."""
+    return computes_gates(record) or not computes_gates(other)
+
+
 def moved_bytes(record: Record) -> float | None:
     """Bytes of state and ring of one layer step, mean over the cycle; None where the record does not say."""
     names = ("state_bytes_read", "state_bytes_written", "ring_bytes_read", "ring_bytes_written")

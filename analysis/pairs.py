@@ -17,10 +17,23 @@ from analysis.cells import (
     joined_remarks,
     weaknesses,
 )
-from analysis.load import describe
+from analysis.load import describe, like_for_like
 from analysis.stats import AMBIGUOUS, bootstrap, paired_log_speedup, verdict
 
-COLUMNS = [*CASE, "arm", "kind", "against", "speedup", "low", "high", "verdict", "processes", "rounds", "remarks"]
+COLUMNS = [
+    *CASE,
+    "arm",
+    "kind",
+    "against",
+    "speedup",
+    "low",
+    "high",
+    "verdict",
+    "like_for_like",
+    "processes",
+    "rounds",
+    "remarks",
+]
 
 
 def pair_rows(cell: Cell, labels: dict[str, str]) -> list[dict[str, Any]]:
@@ -40,7 +53,10 @@ def pair_rows(cell: Cell, labels: dict[str, str]) -> list[dict[str, Any]]:
             seed = f"{first.case_hash} {first.device['name']} {arm} against {other}"
             interval = bootstrap([paired_log_speedup(*pair) for pair in pairs], seed)
             notes = weaknesses(interval.processes, interval.rounds, loud)
+            alike = all(like_for_like(b, a) for a, b in pairs)
+            notes += [] if alike else ["the other computes its gates, this arm gets them ready"]
             row = case_columns(first, labels) | bounds(interval, "speedup") | {"against": other}
+            row |= {"like_for_like": "yes" if alike else "no"}
             row |= {"verdict": AMBIGUOUS if loud > LOUD_AA else verdict(interval, noise)}
             rows.append(row | {"remarks": join(joined_remarks([b for _, b in pairs]), *notes)})
     return rows

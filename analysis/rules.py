@@ -285,6 +285,8 @@ def _weak(row: Any) -> list[str]:
 
 
 def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str]) -> Finding:
+    unlike = [r for r in rows if r.like_for_like != "yes"]
+    notes = notes + [f"{r.model}: {r.baseline} computes its gates, {r.arm} gets them ready" for r in unlike]
     ours = "; ".join(f"{_bounds(r, r.speedup)} ({r.model}, batch {r.batch_size})" for r in rows)
     others = sorted({r.arm for r in rows if r.arm.split("/")[1] not in OWN_BACKENDS})
     kernels = f"kernels: {', '.join(others)}" if others else OWN_KERNELS

@@ -22,12 +22,12 @@ from analysis.cells import (
     weaknesses,
 )
 from analysis.gates import number
-from analysis.load import Evidence, describe, moved_bytes
+from analysis.load import Evidence, describe, like_for_like, moved_bytes
 from analysis.stats import AMBIGUOUS, FASTER, bootstrap, paired_log_speedup, verdict
 from experiments.measure.record import Record
 
 COLUMNS = [*CASE, "arm", "kind", "baseline", "step_us", "baseline_us", "speedup", "low", "high", "verdict"]
-COLUMNS += ["aa_noise", "ideal_bytes", "ideal_roof", "processes", "rounds", "interval_over", "remarks"]
+COLUMNS += ["like_for_like", "aa_noise", "ideal_bytes", "ideal_roof", "processes", "rounds", "interval_over", "remarks"]
 
 
 def speedup_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
@@ -66,6 +66,8 @@ def _speedup_row(
     notes = [f"{m} missing from the baseline" for m in missing]
     notes += weaknesses(interval.processes, interval.rounds, loud)
     baselines = [baseline for baseline, _ in pairs]
+    alike = all(like_for_like(record, baseline) for baseline, record in pairs)
+    notes += [] if alike else ["the baseline computes its gates, this arm gets them ready"]
     return (
         row
         | bounds(interval, "speedup")
@@ -73,6 +75,7 @@ def _speedup_row(
             "baseline": " or ".join(sorted({b.arm for b in baselines})),
             "baseline_us": median_us(baselines),
             "verdict": found,
+            "like_for_like": "yes" if alike else "no",
             "aa_noise": loud,
             "ideal_bytes": _mean_ratio([(moved_bytes(b), moved_bytes(r)) for b, r in pairs]),
             "ideal_roof": _mean_ratio([(_floor(b), _floor(r)) for b, r in pairs]),

@@ -25,7 +25,8 @@ NOTES = {
     "machine; it covers no other day, build or machine. Rows whose A/A noise exceeds "
     f"{100 * LOUD_AA:.0f} % are AMBIGUOUS, whatever their interval.",
     "kernel_pairs": "Every replay arm over each other arm of the same rounds: stored arms as shipped, and the replay "
-    "of others. Baseline of the speedups is the fastest stored arm alone.",
+    "of others. Baseline of the speedups is the fastest stored arm alone. An arm that gets its gates ready "
+    "and one that computes them are not like for like; of ours, replay/triton-gates computes them.",
     "kernel_phases": "All rows at one ring length, no commit, on states that are those of no model; whole cycles, "
     "which the speedups rest on, are timed apart.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from records import case, gpu_group, group, write
+from records import GPU_ARMS, case, gpu_group, group, write
 
 from analysis import claims, figures, gpu_figures, published, style, tables
-from analysis.load import load
+from analysis.load import computes_gates, load
 from experiments.case import devices, known_arms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,57 @@ def test_every_replay_arm_is_compared_with_every_other_arm(tmp_path):
     assert set(ours["processes"]) == {3}
     theirs = pairs[pairs["arm"] == "replay/vllm"].set_index("against")
     assert theirs.loc["replay/triton", "verdict"] == "SLOWER"
+
+
+def gated(records, *arms):
+    """The records with those of ``arms`` saying that their kernels compute the gates."""
+    told = {True: {"gates": "in the kernel"}, False: {"gates": "ready"}}
+    return [replace(r, arm_config=told[r.arm in arms]) for r in records]
+
+
+OURS_TOO = GPU_ARMS | {"replay/triton-gates": 0.55}
+INSIDE = ("stored/vllm", "stored/vllm-tuned", "replay/triton-gates")
+
+
+def test_an_arm_with_ready_gates_is_not_like_one_that_computes_them(tmp_path):
+    groups = [gated(gpu_group(replicate=n, seed=n, arms=OURS_TOO), *INSIDE) for n in range(2)]
+    found = found_in(tmp_path, *groups)
+    speedups = found["kernel_speedups"].set_index("arm")
+    assert dict(speedups["like_for_like"]) == {
+        "replay/triton": "no",
+        "replay/triton-gates": "yes",
+        "replay/vllm": "no",
+        "stored/triton": "no",
+        "stored/vllm": "yes",
+    }
+    told = "the baseline computes its gates, this arm gets them ready"
+    assert {arm for arm, remarks in speedups["remarks"].items() if told in remarks} == {
+        "replay/triton",
+        "replay/vllm",
+        "stored/triton",
+    }
+    pairs = found["kernel_pairs"].set_index(["arm", "against"])
+    assert pairs.loc[("replay/triton", "stored/vllm"), "like_for_like"] == "no"
+    assert pairs.loc[("replay/triton", "stored/triton"), "like_for_like"] == "yes"
+    assert set(pairs.loc["replay/triton-gates"]["like_for_like"]) == {"yes"}
+
+
+def test_an_older_record_of_packed_decode_computes_its_gates():
+    (record, *_) = gpu_group()
+    packed = replace(record, arm_config={"kernel": "fused_recurrent_gated_delta_rule_packed_decode"})
+    assert (computes_gates(record), computes_gates(packed)) == (False, True)
+
+
+@pytest.mark.parametrize(("arms", "answering"), [(OURS_TOO, "replay/triton-gates"), (GPU_ARMS, "replay/triton")])
+def test_claims_take_the_like_for_like_arm_where_there_is_one(tmp_path, arms, answering):
+    groups = [gated(gpu_group(replicate=n, seed=n, arms=arms), *INSIDE) for n in range(2)]
+    evidence = load([write(tmp_path, *groups)])
+    table = claims.evaluate(claims.read(ROOT / "results/paper/claims.toml"), tables.build(evidence), evidence, ROOT)
+    row = table.set_index("id").loc["kernel-range"]
+    factor = arms[answering] / arms["stored/vllm-tuned"]
+    assert float(row["ours"].split(" ")[0]) == pytest.approx(1 / factor, rel=0.03)
+    told = "qwen3_5_4b: stored/vllm-tuned computes its gates, replay/triton gets them ready"
+    assert (told in row["note"]) == (answering == "replay/triton")
 
 
 def test_a_loud_machine_gives_no_verdict_of_pairs(tmp_path):
