@@ -7,11 +7,12 @@
 The kernels' own entry points are called, with a stand-in for the driver that compiles and does not launch, so that what
 is compiled is what would run: argument types, alignment, the heuristic's launch for the batch, as on a device without a
 table of launches. The declared set is everything for sm_90, and one geometry a family, at the largest batch, for the
-other architectures. Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack,
-where spilled registers go. Registers depend on the versions of Triton and of its assembler, which the table names;
-``--check`` lists rows that differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for
-sm_90 and below and of 12.9 above, which know all six architectures; from sm_90 on it compiles for the variant of one
-architecture (sm_103a), which runs on no other.
+other architectures; for all, steps that compute their gates, and what depends on no model: commit, cursors, bandwidth.
+Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack, where spilled registers
+go. Registers depend on the versions of Triton and of its assembler, which the table names; ``--check`` lists rows that
+differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which
+know all six architectures; from sm_90 on it compiles for the variant of one architecture (sm_103a), which runs on no
+other.
 
 Takes one to three seconds a kernel and core the first time, less with Triton's cache. Needs Triton, and no GPU.
 """
@@ -41,11 +42,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from experiments.inputs import make_inputs
+from experiments.measure.gated import raw_inputs
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES, Rounding
 from replayssm.geometry import Geometry
+from replayssm.kernels.triton import bandwidth
+from replayssm.kernels.triton.commit import commit
 from replayssm.kernels.triton.families import KERNELS
 from replayssm.kernels.triton.launch import Launch
+from replayssm.peers.cursor import advance, advance_ring
 
 TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
@@ -69,6 +74,12 @@ on an NVIDIA H200 a cap of 128 registers with 88 bytes was the fastest. A kernel
 FLUSHES = ("replay-stochastic", "replay-raw-fold")
 """Other ways to flush than the default; a thread may keep FLUSH_STACK_LIMIT_BYTES on its stack meanwhile."""
 FLUSH_STACK_LIMIT_BYTES = 1024
+GATES = "replay-gates"
+"""The replay step that computes its gates from raw inputs."""
+PLAIN = "any"
+"""In the place of a model: kernels that depend on none, the commit, the cursors of other projects' replay, the
+bandwidth kernels with the largest block.
+"""
 KEY = ("architecture", "model", "state", "batch_size", "step", "kernel")
 
 
@@ -90,7 +101,9 @@ class Case:
 def declared() -> list[Case]:
     whole = itertools.product([WHOLE], MODELS, DTYPES, BATCH_SIZES)
     others = [architecture for architecture in ARCHITECTURES if architecture != WHOLE]
-    return [Case(*c) for c in (*whole, *itertools.product(others, ELSEWHERE, ("fp32", "fp16"), BATCH_SIZES[-1:]))]
+    elsewhere = itertools.product(others, ELSEWHERE, ("fp32", "fp16"), BATCH_SIZES[-1:])
+    plain = itertools.product(ARCHITECTURES, [PLAIN], ["fp32"], BATCH_SIZES[-1:])
+    return [Case(*c) for c in (*whole, *elsewhere, *plain)]
 
 
 class _Compiler:
@@ -142,6 +155,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def calls(case: Case) -> dict[str, Any]:
     """One call a step with the batch's inputs, without memory; sizes and strides are those of a GPU's tensors."""
+    if case.model == PLAIN:
+        return plain_calls(case)
     geometry, state = MODELS[case.model], DTYPES[case.state]
     cache = ReplayCache(geometry, slots=1, interval_length=case.interval_length, state_dtype=state, device=DEVICE)
     inputs = make_inputs(geometry, case.batch_size, 1, dtype=torch.bfloat16, seed=0, device=DEVICE)[0]
@@ -161,11 +176,37 @@ def calls(case: Case) -> dict[str, Any]:
             geometry, slots=1, interval_length=case.interval_length, state_dtype=state, raw_fold=True, device=DEVICE
         ).layer(0)
         found[raw_fold] = lambda: kernels.replay_step(out, raw, inputs, slots, case.launch)
+    if GATES in steps(case):
+        token, gates = raw_inputs(inputs)
+        found[GATES] = lambda: kernels.replay_step(out, layer, token, slots, case.launch, gates=gates)
     return found
 
 
+def plain_calls(case: Case) -> dict[str, Any]:
+    """As `calls`, for what depends on no model."""
+    rows = case.batch_size
+    slots, flushes = (torch.empty(rows, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    cursor, origin = (torch.empty(rows, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    flush = torch.empty(rows, dtype=torch.int8, device=DEVICE)
+    length, buffer = case.interval_length, torch.empty(1 << 20, device=DEVICE)
+    found: dict[str, Any] = {
+        "commit": lambda: commit(cursor, origin, slots, length, length - 1),
+        "advance": lambda: advance(cursor, flush, flushes, slots, length),
+        "advance_ring": lambda: advance_ring(cursor, origin, flushes, slots, length, length + 1),
+    }
+    block, warps = bandwidth.BLOCKS[-1]
+    halves = buffer[: len(buffer) // 2], buffer[len(buffer) // 2 :]
+    return found | {
+        "read": lambda: bandwidth.read(buffer, block, warps),
+        "scale": lambda: bandwidth.scale(buffer, 1.0, block, warps),
+        "copy": lambda: bandwidth.copy(*halves, block, warps),
+    }
+
+
 def steps(case: Case) -> tuple[str, ...]:
-    """What is compiled for a case: beside the default steps, at the largest batch, the other ways to flush."""
+    """What is compiled for a case: the default steps and, at the largest batch, other ways to flush, and gates."""
+    if case.model == PLAIN:
+        return tuple(plain_calls(case))
     found: tuple[str, ...] = ("stored", "replay")
     if case.batch_size != BATCH_SIZES[-1]:
         return found
@@ -173,6 +214,8 @@ def steps(case: Case) -> tuple[str, ...]:
         found += FLUSHES[:1]
     if case.state == "fp32" and MODELS[case.model].family != "mamba2":
         found += FLUSHES[1:]
+    if case.state == "fp32" and case.model in ELSEWHERE:
+        found += (GATES,)
     return found
 
 
