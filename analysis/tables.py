@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from analysis import pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
+from experiments.measure.record import Record
 
 NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "failures", "exclusions", "devices")
-WHOLE = ("ring_length", "batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes")
+WHOLE = ("ring_length", "batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes", "runs")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
-DEVICE += ["multiprocessors", "compute_capability", "driver", "records", "failures"]
+DEVICE += ["multiprocessors", "compute_capability", "driver", "records", "failures", "runs", "seconds"]
 NOTES = {
     "kernel_speedups": "The speedup is the median over rounds of the ratio within a round, its mean over processes; "
     "step and baseline are medians over rounds of each arm alone, so that their ratio may differ from it, even in "
@@ -29,6 +31,8 @@ NOTES = {
     "and one that computes them are not like for like; of ours, replay/triton-gates computes them.",
     "kernel_phases": "All rows at one ring length, no commit, on states that are those of no model; whole cycles, "
     "which the speedups rest on, are timed apart.",
+    "devices": "Runs are cases in a process; their seconds hold compilation, checks, warm-up and rounds, not the start "
+    "of the process.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -88,6 +92,7 @@ def text(cell: Any) -> str:
 
 def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    seen: set[str] = set()
     for r in [*evidence.records, *evidence.failures]:
         packages = ", ".join(f"{k} {v}" for k, v in sorted(r.packages.items()))
         name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or "")[:12]
@@ -104,11 +109,25 @@ def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, A
                 "driver": r.device.get("driver"),
             }
             | {"code": sha, "uncommitted": dirty, "packages": packages, "records": 0, "failures": 0}
+            | {"runs": 0, "seconds": 0.0}
             | {"memory_gib": _scaled(r.device, "memory_bytes", 2**30)}
             | {"last_level_cache_mib": _scaled(r.device, "last_level_cache_bytes", 2**20)},
         )
         row["records" if r.status == "ok" else "failures"] += 1
+        if r.group not in seen:
+            seen.add(r.group)
+            row["runs"] += 1
+            row["seconds"] = round(row["seconds"] + _seconds(r), 1)
     return [rows[key] for key in sorted(rows)]
+
+
+def _seconds(record: Record) -> float:
+    """How long the group of a record took, from preparing its arms to writing this record; 0 where it does not tell."""
+    try:
+        started, ended = (datetime.fromisoformat(text) for text in (record.started_utc, record.ended_utc))
+        return (ended - started).total_seconds()
+    except (ValueError, TypeError):  # TypeError: only one of them has a time zone
+        return 0.0
 
 
 def _scaled(mapping: dict[str, Any], name: str, unit: int) -> float | None:

@@ -114,6 +114,13 @@ def test_ideals_are_ratios_of_recorded_bytes_and_floors(tmp_path):
     assert replay["ideal_roof"] == pytest.approx(floors[0] / floors[1], abs=1e-4)
 
 
+def test_devices_tell_how_long_their_runs_took(tmp_path):
+    ended = ["2026-11-29T10:00:07.5+00:00", "2026-11-29T10:00:02Z", "late"]
+    groups = [group(replicate=n, seed=n, ended_utc=end) for n, end in enumerate(ended)]
+    (device,) = built(tmp_path, *groups)["devices"].to_dict("records")
+    assert (device["records"], device["runs"], device["seconds"]) == (12, 3, 9.5)
+
+
 def test_roofs_give_share_and_bandwidths(tmp_path):
     stored = row(built(tmp_path, *processes())["roofs"], "stored/cpu")
     assert stored["share"] == pytest.approx(1 / 1.3, rel=0.05)
