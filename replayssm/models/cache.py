@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from replayssm.cache import CacheLayer, ReplayCache
+from replayssm.cache import ReplayCache
 from replayssm.geometry import Geometry
 
-StoredStep = Callable[[Tensor, Tensor, Any, Tensor], None]
-ReplayStep = Callable[[Tensor, CacheLayer, Any, Tensor], None]
+StoredStep = Callable[..., None]
+"""``step(out, state, inputs, slots, **more)``, as in `replayssm.kernels`."""
+ReplayStep = Callable[..., None]
+"""``step(out, layer, inputs, slots, **more)``."""
 
 
 class States(Protocol):
@@ -32,8 +34,8 @@ class States(Protocol):
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         """Start requests from ``states [layers,B,H,P,N]``, as a prompt leaves them."""
 
-    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
-        """One token a row of one layer, into ``out [B,H,P]``."""
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
+        """One token a row of one layer, into ``out [B,H,P]``; ``more`` is for the back end's step."""
 
     def commit(self, slots: Tensor) -> None:
         """End the token, after all layers."""
@@ -60,8 +62,8 @@ class StoredStates:
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         self.state[:, list(slots)] = states.to(self.state)
 
-    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
-        self._step(out, self.state[number], contiguous(inputs), slots)
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
+        self._step(out, self.state[number], contiguous(inputs), slots, **more)
 
     def commit(self, slots: Tensor) -> None:
         """Nothing: the step wrote the state."""
@@ -85,8 +87,8 @@ class ReplayStates:
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         self.cache.load_state(self.cache.batch([self._handles[slot] for slot in slots]), states)
 
-    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor) -> None:
-        self._step(out, self._layers[number], contiguous(inputs), slots)
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
+        self._step(out, self._layers[number], contiguous(inputs), slots, **more)
 
     def commit(self, slots: Tensor) -> None:
         if self._commit is not None:

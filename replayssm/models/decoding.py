@@ -19,6 +19,8 @@ class Decoding:
     """
 
     is_prompt = False
+    takes_raw = False
+    """Whether the recurrence's step computes the gates, from what the projections give and the layer's parameters."""
 
     def __init__(self, cache: ModelCache, slots: Tensor, span: int) -> None:
         self.cache, self.slots, self.span = cache, slots, span
@@ -26,7 +28,6 @@ class Decoding:
         self.live = slots >= 0
         self.length = torch.where(self.live, cache.length[: len(slots)], 0)
         self.positions = self.length[:, None]
-        self.seen = (torch.arange(span, device=slots.device) <= self.positions)[:, None, None]
 
     def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Causal depthwise convolution and SiLU of ``channels [B,1,C]``; ``weight [C,1,K]``."""
@@ -43,18 +44,28 @@ class Decoding:
         for memory, new in ((keys, k), (values, v)):
             memory[self.rows, :, self.length] = torch.where(live, new[:, 0], memory[self.rows, :, self.length])
         keys, values = keys[:, :, : self.span], values[:, :, : self.span]
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.seen, enable_gqa=True)
+        seen = (torch.arange(self.span, device=q.device) <= self.positions)[:, None, None]
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2)
 
-    def recur(self, number: int, inputs: Any) -> Tensor:
-        """Output ``[B,1,H,P]`` of the recurrence for a family's inputs with a T axis of one."""
+    def rates(self, number: int, A_log: Tensor) -> Tensor:
+        """Mamba-2's A of a layer."""
+        return -torch.exp(A_log)
+
+    def recur(self, number: int, inputs: Any, **gates: Tensor) -> Tensor:
+        """Output ``[B,1,H,P]`` of the recurrence for a family's inputs with a T axis of one; ``gates`` are the layer's
+        parameters of its gates, of use only where the step takes raw inputs."""
         whole = ("A", "D")
         fields = zip(inputs._fields, inputs, strict=True)
         token = type(inputs)(*(t if t is None or f in whole else t[:, 0] for f, t in fields))
         g = self.cache.states.geometry
         out = token[0].new_empty(len(self.slots), g.heads, g.head_dim)
-        self.cache.states.step(number, out, token, self.slots)
+        self.step(number, out, token, gates)
         return out[:, None]
+
+    def step(self, number: int, out: Tensor, token: Any, gates: dict[str, Any]) -> None:
+        """The recurrent states' step of one layer."""
+        self.cache.states.step(number, out, token, self.slots)
 
     def finish(self) -> None:
         """End the token after all layers: cursors and lengths move."""

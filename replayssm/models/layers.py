@@ -1,12 +1,18 @@
-"""Layers that both architectures have."""
+"""Layers that both architectures have.
+
+What lies between the matrix products is written in plain PyTorch, and runs as one Triton kernel each on a GPU.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def fused(x: Tensor) -> bool:
+    """Whether ``x`` goes through the Triton kernels between the products."""
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -22,6 +28,10 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
+        if fused(x):
+            from replayssm.kernels.triton.pointwise import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, self.offset)
         return (rms(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
 
@@ -29,6 +39,44 @@ def rms(x: Tensor, eps: float) -> Tensor:
     """``x`` over its root mean square along the last axis, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """Norm by groups of ``y silu(gate)``, each ``[...,W]``, scaled by ``weight [W]``; in ``gate``'s dtype."""
+    if fused(y):
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.gated_norm(y, gate, weight, eps, groups)
+    gated = (y.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
+    return rms(gated, eps).flatten(-2).to(gate.dtype) * weight
+
+
+def norm_then_gate(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm of each head of ``y [...,H,V]``, scaled by ``weight [V]``, times silu of ``gate [...,H,V]``."""
+    if fused(y):
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.norm_then_gate(y, gate, weight, eps)
+    normed = rms(y, eps).to(gate.dtype) * weight
+    return (normed * F.silu(gate.float())).to(gate.dtype)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """``relu(x)^2``."""
+    if fused(x):
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.squared_relu(x)
+    return F.relu(x).square()
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) up``."""
+    if fused(gate):
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.swiglu(gate.contiguous(), up.contiguous())
+    return F.silu(gate) * up
 
 
 class GatedMLP(nn.Module):
@@ -41,7 +89,7 @@ class GatedMLP(nn.Module):
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class SquaredReluMLP(nn.Module):
@@ -51,21 +99,40 @@ class SquaredReluMLP(nn.Module):
         self.down_proj = linear(intermediate, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        return self.down_proj(squared_relu(self.up_proj(x)))
 
 
-def route(x: Tensor, index: Tensor, weights: Tensor, experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Weighted sum over each token's experts: ``x [N,H]``, ``index, weights [N,k]``; ``expert(e, rows)`` maps
-    ``[n,H]`` to ``[n,H]``. Summed in float32. Asks the device how many tokens each expert got.
-    """
-    chosen = index.flatten()
-    order = chosen.argsort(stable=True)
-    token, weights = order // index.shape[1], weights.flatten()[order, None].float()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    first = 0
-    for number, count in enumerate(torch.bincount(chosen, minlength=experts).tolist()):
-        if count:
-            own = slice(first, first + count)
-            out.index_add_(0, token[own], expert(number, x[token[own]]).float() * weights[own])
-            first += count
-    return out.to(x.dtype)
+class Experts(nn.Module):
+    """MLPs of which each row takes its own: a subclass says what two matrices an expert has and what lies between."""
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """``[E,I,H]`` and ``[E,H,J]``, applied in this order as in `linear`."""
+        raise NotImplementedError
+
+    def between(self, x: Tensor) -> Tensor:
+        """``[n,I]`` to ``[n,J]``."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum over each row's experts: ``x [N,H]``, ``index, weights [N,k]``. Summed in float32.
+
+        On a GPU nothing is asked of the device.
+        """
+        first, second = self.matrices()
+        chosen = index.flatten()
+        order = chosen.argsort(stable=True)
+        rows = x[order // index.shape[1]]
+        numbers = torch.arange(len(first), device=x.device)
+        end = torch.searchsorted(chosen[order], numbers, right=True)
+        rows = products(self.between(products(rows, first, end)), second, end)
+        ordered = torch.empty_like(rows).index_copy_(0, order, rows).view(*index.shape, -1)
+        return (ordered.float() * weights[..., None].float()).sum(1).to(x.dtype)
+
+
+def products(rows: Tensor, matrices: Tensor, end: Tensor) -> Tensor:
+    """``rows [n,H]`` sorted by their matrix, of ``matrices [E,I,H]``, times it: ``[n,I]``; ``end [E]`` int64 is where
+    the rows of each end."""
+    if rows.is_cuda:
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=end.int())
+    parts = torch.tensor_split(rows, end[:-1])
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])

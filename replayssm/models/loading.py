@@ -40,7 +40,7 @@ def load_model(
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError(f"{folder} is no folder; accepted: a folder with config.json and safetensors")
-    model = _empty(_config(folder), dtype, device)
+    model = empty_model(_config(folder), dtype, device)
     with ExitStack() as stack:
         found = _found(folder, stack)
         tensors = dict(model.tensors(set(found)))
@@ -59,7 +59,7 @@ def random_model(
 ) -> Decoder:
     """A model of random weights that behaves as a trained one: matrices that keep a unit variance, so that routers have
     logits around one; decays and steps in the ranges of trained layers. The same on every device of one kind."""
-    model = _empty(config, dtype, device)
+    model = empty_model(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for module_name, module in model.named_modules():
@@ -82,8 +82,8 @@ def config_from_geometry(model: Mapping[str, Any]) -> Config:
     raise ModelError(f"model {name} is not implemented; accepted: Nemotron-3 and Qwen3.5 models")
 
 
-def _empty(config: Config, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A model whose parameters have memory and no values."""
+def empty_model(config: Config, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A model whose parameters have memory and no values; with ``device="meta"`` no memory either."""
     with torch.device("meta"):
         model: Decoder = NemotronH(config) if isinstance(config, NemotronHConfig) else Qwen35(config)
     for module in model.modules():

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replayssm.geometry import Geometry
+from replayssm.models import layers
 from replayssm.models.decoder import Decoder, section
-from replayssm.models.layers import RMSNorm, SquaredReluMLP, linear, rms, route
+from replayssm.models.layers import RMSNorm, SquaredReluMLP, gated_norm, linear, squared_relu
 from replayssm.models.options import Options
 from replayssm.recurrence import mamba2
 
@@ -229,13 +230,12 @@ class Mamba2(nn.Module):
             x=v.unflatten(-1, (self.heads, -1)),
             B=B.unflatten(-1, (self.groups, -1)),
             C=C.unflatten(-1, (self.groups, -1)),
-            dt=mamba2.discretize(dt, self.dt_bias, limits),
-            A=-torch.exp(self.A_log),
+            dt=dt if past.takes_raw else mamba2.discretize(dt, self.dt_bias, limits),
+            A=past.rates(self.number, self.A_log),
             D=self.D,
         )
-        y = past.recur(self.number, inputs).flatten(-2)
-        y = (y.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
-        return self.out_proj(rms(y, self.eps).flatten(-2).to(x.dtype) * self.norm.weight)
+        y = past.recur(self.number, inputs, dt_bias=self.dt_bias).flatten(-2)
+        return self.out_proj(gated_norm(y, gate, self.norm.weight, self.eps, self.groups))
 
 
 class Attention(nn.Module):
@@ -270,12 +270,12 @@ class MixtureOfExperts(nn.Module):
         rows = x.flatten(0, -2)
         index, weights = self.gate(rows)
         routed = self.fc1_latent_proj(rows) if self.latent else rows
-        routed = route(routed, index, weights, len(self.gate.weight), self.experts)
+        routed = self.experts(routed, index, weights)
         routed = self.fc2_latent_proj(routed) if self.latent else routed
         return routed.view_as(x) + self.shared_experts(x)
 
 
-class Experts(nn.Module):
+class Experts(layers.Experts):
     """Squared-ReLU MLPs: ``up_proj [E,I,H]``, ``down_proj [E,H,I]``."""
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
@@ -283,8 +283,11 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(experts, intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
-    def forward(self, number: int, rows: Tensor) -> Tensor:
-        return F.linear(F.relu(F.linear(rows, self.up_proj[number])).square(), self.down_proj[number])
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.up_proj, self.down_proj
+
+    def between(self, x: Tensor) -> Tensor:
+        return squared_relu(x)
 
 
 class Router(nn.Module):

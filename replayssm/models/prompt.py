@@ -28,7 +28,7 @@ class Prompt:
     with `hand_over`.
     """
 
-    is_prompt = True
+    is_prompt, takes_raw = True, False
 
     def __init__(self, cache: ModelCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
         states, device = cache.states, cache.length.device
@@ -64,7 +64,11 @@ class Prompt:
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2)
 
-    def recur(self, number: int, inputs: Any) -> Tensor:
+    def rates(self, number: int, A_log: Tensor) -> Tensor:
+        """Mamba-2's A of a layer."""
+        return -torch.exp(A_log)
+
+    def recur(self, number: int, inputs: Any, **gates: Tensor) -> Tensor:
         """Outputs ``[B,T,H,P]`` of the recurrence for a family's inputs with a T axis behind the rows."""
         dtype, outputs = inputs[0].dtype, []
         for first in range(0, inputs[0].shape[1], TOKENS_AT_A_TIME):

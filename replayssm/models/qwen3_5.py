@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from replayssm.geometry import Geometry
+from replayssm.models import layers
 from replayssm.models.decoder import Decoder, section
-from replayssm.models.layers import GatedMLP, RMSNorm, linear, rms, route
+from replayssm.models.layers import GatedMLP, RMSNorm, linear, norm_then_gate, swiglu
 from replayssm.models.options import Options
 from replayssm.recurrence import gdn
 
@@ -241,7 +242,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, past: Any) -> Tensor:
         channels = past.convolve(self.number, self.in_proj_qkv(x), self.conv1d.weight, None)
         q, k, v = channels.split([self.keys, self.keys, self.values], dim=-1)
-        g, beta = gdn.gates(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias)
+        g, beta = self.in_proj_a(x), self.in_proj_b(x)
+        if not past.takes_raw:
+            g, beta = gdn.gates(g, beta, self.A_log, self.dt_bias)
         inputs = gdn.Inputs(
             q=q.unflatten(-1, (self.key_heads, -1)),
             k=k.unflatten(-1, (self.key_heads, -1)),
@@ -249,9 +252,9 @@ class GatedDeltaNet(nn.Module):
             g=g,
             beta=beta,
         )
-        o = rms(past.recur(self.number, inputs), self.eps).to(x.dtype) * self.norm.weight
+        o = past.recur(self.number, inputs, dt_bias=self.dt_bias, A_log=self.A_log)
         z = self.in_proj_z(x).unflatten(-1, (self.value_heads, -1))
-        return self.out_proj((o * F.silu(z.float())).to(x.dtype).flatten(-2))
+        return self.out_proj(norm_then_gate(o, z, self.norm.weight, self.eps).flatten(-2))
 
 
 class Attention(nn.Module):
@@ -288,12 +291,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         index, weights = self.gate(rows)
-        routed = route(rows, index, weights, len(self.gate.weight), self.experts)
+        routed = self.experts(rows, index, weights)
         shared = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
         return (routed + shared).view_as(x)
 
 
-class Experts(nn.Module):
+class Experts(layers.Experts):
     """SwiGLU MLPs: ``gate_up_proj [E,2I,H]``, gates first, ``down_proj [E,H,I]``."""
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
@@ -301,9 +304,11 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
-    def forward(self, number: int, rows: Tensor) -> Tensor:
-        gate, up = F.linear(rows, self.gate_up_proj[number]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj[number])
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up_proj, self.down_proj
+
+    def between(self, x: Tensor) -> Tensor:
+        return swiglu(*x.chunk(2, dim=-1))
 
 
 class Router(nn.Module):

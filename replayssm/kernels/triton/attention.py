@@ -1,0 +1,160 @@
+"""Attention of one token a row to its slot's keys and values, of which only those that are there are read.
+
+The query heads that share a KV head are the rows of its products. Few rows with long pasts would leave most of a GPU
+idle: there a past is cut into pieces, whose softmaxes a second launch joins. How long a past is, is read on the device,
+so that one CUDA graph serves all lengths.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.kernels.triton.launch import power_of_two
+
+POSITIONS = 64
+"""Read at a time."""
+PROGRAMS = 512
+"""That fill a GPU."""
+SHORTEST = 256
+"""Positions for which a piece of its own pays."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor, slots: Tensor) -> Tensor:
+    """Attention ``[B,Hq,D]`` of ``q [B,Hq,D]`` to ``length [B]`` int64 positions and to ``k, v [B,Hkv,D]``, which are
+    written behind them into ``keys, values [S,Hkv,capacity,D]``, contiguous.
+
+    Row i is slot i, or padding where ``slots [B]`` int64 holds -1: nothing is written then, and its output means
+    nothing. The last axis of all is contiguous, heads lie side by side. Lengths are not checked.
+    """
+    rows, heads, size = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    pieces = max(1, min(triton.cdiv(PROGRAMS, rows * kv_heads), triton.cdiv(capacity, SHORTEST)))
+    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
+    part, scale = out, out
+    if pieces > 1:
+        part = torch.empty(rows, heads, pieces, size, dtype=torch.float32, device=q.device)
+        scale = torch.empty(rows, heads, pieces, 2, dtype=torch.float32, device=q.device)
+    share = heads // kv_heads
+    _attend_kernel[(rows, kv_heads, pieces)](
+        part,
+        scale,
+        q,
+        k,
+        v,
+        keys,
+        values,
+        length,
+        slots,
+        q.stride()[:2],
+        k.stride()[:2],
+        v.stride()[:2],
+        capacity,
+        size**-0.5,
+        SHARE=share,
+        QUERIES=max(16, power_of_two(share)),
+        SIZE=size,
+        PADDED=max(16, power_of_two(size)),
+        POSITIONS=POSITIONS,
+        PIECES=pieces,
+        num_warps=4,
+    )
+    if pieces > 1:
+        _join_kernel[(rows, heads)](
+            out, part, scale, slots, SIZE=size, PADDED=power_of_two(size), PIECES=pieces, BLOCK=power_of_two(pieces)
+        )
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    part,
+    scale,
+    q,
+    k,
+    v,
+    keys,
+    values,
+    length,
+    slots,
+    q_strides,
+    k_strides,
+    v_strides,
+    capacity,
+    root,
+    SHARE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    row, head, piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if tl.load(slots + row) < 0:
+        return
+    past = tl.load(length + row).to(tl.int32)
+    d, query, at = tl.arange(0, PADDED), tl.arange(0, QUERIES), tl.arange(0, POSITIONS)
+    whole = d < SIZE
+    mine = (query < SHARE)[:, None] & whole[None]
+    queries = tl.load(
+        q + row * q_strides[0] + (head * SHARE + query)[:, None] * q_strides[1] + d[None], mask=mine, other=0.0
+    )
+    base = (row * tl.num_programs(1) + head) * capacity * SIZE
+    if piece == 0:
+        new_k = tl.load(k + row * k_strides[0] + head * k_strides[1] + d, mask=whole, other=0.0)
+        new_v = tl.load(v + row * v_strides[0] + head * v_strides[1] + d, mask=whole, other=0.0)
+        tl.store(keys + base + past * SIZE + d, new_k, mask=whole)
+        tl.store(values + base + past * SIZE + d, new_v, mask=whole)
+        highest = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None], 1) * root
+        total = tl.full([QUERIES], 1.0, tl.float32)
+        result = tl.zeros([QUERIES, PADDED], tl.float32) + new_v.to(tl.float32)[None]
+    else:
+        highest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        result = tl.zeros([QUERIES, PADDED], tl.float32)
+    each = tl.cdiv(tl.cdiv(past, PIECES), POSITIONS) * POSITIONS
+    end = tl.minimum(past, (piece + 1) * each)
+    for first in range(piece * each, end, POSITIONS):
+        there = first + at < end
+        place = base + (first + at)[:, None] * SIZE + d[None]
+        seen = there[:, None] & whole[None]
+        found = tl.load(keys + place, mask=seen, other=0.0)
+        score = tl.dot(queries, tl.trans(found), input_precision="ieee") * root
+        score = tl.where(there[None], score, -float("inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        faded = tl.exp(highest - higher)
+        total = total * faded + tl.sum(weight, 1)
+        found = tl.load(values + place, mask=seen, other=0.0)
+        result = result * faded[:, None] + tl.dot(weight.to(found.dtype), found, input_precision="ieee")
+        highest = higher
+    rows = row * tl.num_programs(1) * SHARE + head * SHARE + query
+    if PIECES == 1:
+        tl.store(part + rows[:, None] * SIZE + d[None], (result / total[:, None]).to(part.dtype.element_ty), mask=mine)
+    else:
+        rows = rows * PIECES + piece
+        tl.store(part + rows[:, None] * SIZE + d[None], result, mask=mine)
+        tl.store(scale + rows * 2, highest, mask=query < SHARE)
+        tl.store(scale + rows * 2 + 1, total, mask=query < SHARE)
+
+
+@triton.jit
+def _join_kernel(
+    out, part, scale, slots, SIZE: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(slots + row) < 0:
+        return
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    d, piece = tl.arange(0, PADDED), tl.arange(0, BLOCK)
+    highest = tl.load(scale + (place * PIECES + piece) * 2, mask=piece < PIECES, other=-float("inf"))
+    total = tl.load(scale + (place * PIECES + piece) * 2 + 1, mask=piece < PIECES, other=0.0)
+    weight = tl.exp(highest - tl.max(highest, 0))
+    seen = (piece < PIECES)[:, None] & (d < SIZE)[None]
+    result = tl.load(part + (place * PIECES + piece)[:, None] * SIZE + d[None], mask=seen, other=0.0)
+    result = tl.sum(result * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + place * SIZE + d, result.to(out.dtype.element_ty), mask=d < SIZE)
