@@ -1,0 +1,164 @@
+"""`Engine`: requests in, tokens out as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from replayssm.engine.arms import new_cache
+from replayssm.engine.sampling import Sampler, Sampling
+from replayssm.engine.step import Step
+from replayssm.models import Decoder, ModelError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of token numbers, and how it goes on: until a token of ``stop``, or ``max_new_tokens``."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Token:
+    """The next ``token`` of the request of that number; ``finished`` is "stop" or "length" with its last one."""
+
+    request: int
+    token: int
+    finished: str | None = None
+
+
+@dataclass
+class _Row:
+    """A request in its slot."""
+
+    number: int
+    request: Request
+    length: int
+    """Tokens in the cache."""
+    made: int = 0
+
+
+@dataclass
+class Engine:
+    """Decodes up to ``slots`` requests at a time, each of up to ``capacity`` tokens, prompt included.
+
+    A slot whose request ends is given to the next one while the others go on. Prompts are read ``prompt_rows`` at a
+    time, ``chunk`` tokens of each. Raises `ModelError` on an arm that cannot run where the model is.
+    """
+
+    model: Decoder
+    arm: str
+    slots: int
+    capacity: int
+    interval_length: int = 16
+    state_dtype: torch.dtype = torch.float32
+    prompt_rows: int = 8
+    chunk: int = 512
+    _rows: dict[int, _Row] = field(default_factory=dict, init=False)
+    """By slot."""
+
+    def __post_init__(self) -> None:
+        self.cache = new_cache(
+            self.model,
+            self.arm,
+            slots=self.slots,
+            capacity=self.capacity,
+            interval_length=self.interval_length,
+            state_dtype=self.state_dtype,
+        )
+        device = self.model.embedding.device
+        self.sampler = Sampler(self.slots, device)
+        self._tokens = torch.zeros(self.slots, dtype=torch.int64, device=device)
+        self._live = torch.full((self.slots,), -1, dtype=torch.int64, device=device)
+        self._steps = {greedy: self._step(greedy) for greedy in (True, False)}
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Token]:
+        """Tokens of all requests as they come, those of one request in order; requests are numbered from 0.
+
+        All requests are checked first: raises `ModelError` on one that does not fit, one line. Only one ``generate``
+        runs at a time; one that is closed early gives its slots back.
+        """
+        waiting = deque(enumerate(requests))
+        for number, request in waiting:
+            self._refuse(number, request)
+        if self._rows:
+            raise ModelError("another generate of this engine has not ended; accepted: one at a time")
+        return self._generate(waiting)
+
+    def _generate(self, waiting: deque[tuple[int, Request]]) -> Iterator[Token]:
+        try:
+            while waiting or self._rows:
+                if waiting and len(self._rows) < self.slots:
+                    yield from self._admit(waiting)
+                elif self._rows:
+                    yield from self._advance()
+        finally:
+            self._rows.clear()
+            self._live.fill_(-1)
+
+    def _admit(self, waiting: deque[tuple[int, Request]]) -> Iterator[Token]:
+        """Read the next prompts into free slots; yields their first tokens."""
+        free = [slot for slot in range(self.slots) if slot not in self._rows]
+        slots = free[: min(len(waiting), self.prompt_rows)]
+        taken = [waiting.popleft() for _ in slots]
+        lengths = [len(request.prompt) for _, request in taken]
+        tokens = torch.zeros(len(slots), max(lengths), dtype=torch.int64)
+        for row, (_, request) in zip(tokens, taken, strict=True):
+            row[: len(request.prompt)] = torch.tensor(request.prompt)
+        logits = self.model.prefill(tokens, self.cache, slots, lengths, chunk=self.chunk)
+        for slot, (number, request), length in zip(slots, taken, lengths, strict=True):
+            self.sampler.start(slot, request.sampling)
+            self._rows[slot] = _Row(number, request, length)
+        index = torch.tensor(slots, device=self._tokens.device)
+        self._tokens[index] = self.sampler.choose(logits, index, greedy=False)
+        self._live[index] = index
+        yield from self._emit(slots)
+
+    def _advance(self) -> Iterator[Token]:
+        """One step of all live slots; yields a token of each."""
+        greedy = all(row.request.sampling.temperature == 0 for row in self._rows.values())
+        self._steps[greedy](span=1 + max(row.length for row in self._rows.values()))
+        for row in self._rows.values():
+            row.length += 1
+        yield from self._emit(sorted(self._rows))
+
+    def _emit(self, slots: Sequence[int]) -> Iterator[Token]:
+        """The tokens that ``slots`` have got; those that are finished are given up before anybody sees one."""
+        tokens, emitted = self._tokens.tolist(), []
+        for slot in slots:
+            row, token = self._rows[slot], tokens[slot]
+            row.made += 1
+            finished = "stop" if token in row.request.stop else None
+            if finished is None and row.made == row.request.max_new_tokens:
+                finished = "length"
+            emitted.append(Token(row.number, token, finished))
+            if finished:
+                del self._rows[slot]
+                self._live[slot] = -1
+        yield from emitted
+
+    def _step(self, greedy: bool) -> Step:
+        def choose(logits: Tensor) -> Tensor:
+            return self.sampler.choose(logits, self.cache.all_slots, greedy)
+
+        return Step(self.model, self.cache, self.arm, self._tokens, self._live, choose)
+
+    def _refuse(self, number: int, request: Request) -> None:
+        vocabulary, longest = len(self.model.embedding), self.capacity
+        if not request.prompt or any(not 0 <= token < vocabulary for token in request.prompt):
+            raise ModelError(
+                f"the prompt of request {number} is impossible; accepted: at least one token, each of 0 to "
+                f"{vocabulary - 1}"
+            )
+        if request.max_new_tokens < 1 or len(request.prompt) + request.max_new_tokens > longest:
+            raise ModelError(
+                f"request {number} asks for {request.max_new_tokens} tokens behind {len(request.prompt)}; accepted: at "
+                f"least 1, and {longest} together, the capacity"
+            )

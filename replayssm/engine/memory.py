@@ -1,0 +1,114 @@
+"""What decoding will take, from a model's configuration alone: before a weight is read or the device is touched.
+
+Weights, keys and values, convolutions and recurrent states are counted exactly, from the very objects made without
+memory. What prompts and steps need on the way is an upper estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from replayssm.engine.arms import ARMS
+from replayssm.models import Decoder, ModelCache, ModelError, StoredStates, empty_model
+from replayssm.models.prompt import TOKENS_AT_A_TIME
+
+SORTED = 5
+"""Vocabularies of float32 that sampling holds at once, where it sorts."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. ``states`` are checkpoints, rings and cursors; ``prompts`` and ``steps`` what is needed on the way."""
+
+    weights: int
+    keys_values: int
+    conv: int
+    states: int
+    prompts: int
+    steps: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def refuse_above(self, free_bytes: int) -> None:
+        """Raises `ModelError` where more is needed than is free."""
+        if self.total > free_bytes:
+            raise ModelError(
+                f"{self.total / 2**30:.1f} GiB needed, {free_bytes / 2**30:.1f} GiB free; not tried; accepted: fewer "
+                "slots or a smaller capacity"
+            )
+
+
+def predict_memory(
+    config: Any,
+    arm: str,
+    *,
+    slots: int,
+    capacity: int,
+    interval_length: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    prompt_rows: int = 8,
+    chunk: int = 512,
+) -> Memory:
+    """For the model of a configuration, and an `Engine` with these options. Raises `ModelError` on an unknown arm."""
+    if arm not in ARMS:
+        raise ModelError(f"arm={arm} is unknown; accepted: {', '.join(ARMS)}")
+    model = empty_model(config, dtype, "meta")
+    sizes: dict[str, Any] = {"slots": slots, "state_dtype": state_dtype}
+    placeholder = StoredStates(model.geometry, print, layers=model.state_layers, device="meta", **sizes)
+    cache = model.new_cache(placeholder, slots=slots, capacity=capacity)
+    stored = arm.startswith("stored/")
+    states = placeholder if stored else model.new_replay_cache(interval_length=interval_length, **sizes)
+    rows = min(prompt_rows, slots)
+    return Memory(
+        weights=sum(p.nbytes for p in model.parameters()),
+        keys_values=cache.keys.nbytes + cache.values.nbytes,
+        conv=cache.conv.nbytes,
+        states=_held(states),
+        prompts=_prompts(model, cache, rows, min(chunk, capacity)),
+        steps=_steps(model, cache),
+    )
+
+
+def _held(states: Any) -> int:
+    """Bytes of all tensors of an object, and of its mappings of tensors."""
+    found = [t for value in vars(states).values() for t in (value.values() if isinstance(value, dict) else [value])]
+    return sum(t.nbytes for t in found if isinstance(t, Tensor))
+
+
+def _prompts(model: Decoder, cache: ModelCache, rows: int, chunk: int) -> int:
+    """States of all layers twice, in float32; the widest activations, attention's scores and its repeated keys and
+    values, and a chunkwise computation of one layer."""
+    g, element = model.geometry, cache.conv.element_size()
+    state = g.heads * g.head_dim * g.state_dim * 4
+    heads = _attention_heads(model)
+    attention = heads * cache.capacity * (3 * 4 * chunk + 4 * 4 * cache.keys.shape[-1])
+    tokens = min(chunk, TOKENS_AT_A_TIME)
+    recurrence = tokens * g.heads * 4 * (4 * g.head_dim + 6 * g.state_dim + 6 * tokens) + 4 * state
+    activations = 6 * chunk * _widest(model) * element
+    return rows * (2 * model.state_layers * state + max(attention, recurrence, activations)) + _logits(model, rows)
+
+
+def _steps(model: Decoder, cache: ModelCache) -> int:
+    element = cache.conv.element_size()
+    return cache.slots * 8 * _widest(model) * element + _logits(model, cache.slots) * (1 + SORTED)
+
+
+def _logits(model: Decoder, rows: int) -> int:
+    return rows * len(model.embedding) * (4 + model.embedding.element_size())
+
+
+def _widest(model: Decoder) -> int:
+    """Features of the widest product but the head's."""
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
+    return max(width for width in widths if width != len(model.embedding))
+
+
+def _attention_heads(model: Decoder) -> int:
+    return model.config.num_attention_heads if model.attention[0] else 0
