@@ -20,7 +20,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """``quota period`` of the container, or ``max period``."""
 MODELS = Path(__file__).parents[1] / "configs" / "model"
 DEFAULT_RECORDS = "results/local/records"
-"""As in ``configs/kernel.yaml``. A dry run does not check it: the checkout may be read-only."""
+"""As in the primary configs. A dry run does not check it: the checkout may be read-only."""
 MAX_BATCH_SIZE = 1_000_000
 
 PHASES = ("aligned", "staggered")
@@ -123,27 +123,35 @@ def case_from_config(config: Mapping[str, Any]) -> Case:
     """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
     only(config, OPTIONS)
     model, geometry = model_from_config(config)
-    case = Case(
-        experiment=choice(config, "experiment", EXPERIMENTS),
-        model=model,
-        geometry=geometry,
-        batch_size=batch_size_from_config(config),
-        interval_length=interval_length_from_config(config),
-        phase=choice(config, "phase", PHASES),
-        precision=_precision(config),
-        device=choice(config, "device", DEVICES),
-        threads=_threads(config),
-        seed=integer(config, "seed", 0, 2**63 - 1),
-        timing=_timing(config),
-    )
+    experiment = choice(config, "experiment", EXPERIMENTS)
+    case = Case(experiment=experiment, model=model, geometry=geometry, **shared_from_config(config))
     arms_from_config(config)
+    check_run_options(config)
+    return case
+
+
+def shared_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a case that every timing experiment has, but for its model."""
+    return {
+        "batch_size": batch_size_from_config(config),
+        "interval_length": interval_length_from_config(config),
+        "phase": choice(config, "phase", PHASES),
+        "precision": _precision(config),
+        "device": choice(config, "device", DEVICES),
+        "threads": _threads(config),
+        "seed": integer(config, "seed", 0, 2**63 - 1),
+        "timing": _timing(config),
+    }
+
+
+def check_run_options(config: Mapping[str, Any]) -> None:
+    """Refuse options of the run, which are no part of the case, that cannot be."""
     flag(config, "repeat")
     only(config, ["name"], "tracker")
     choice(config, "tracker.name", TRACKERS)
     records = text(config, "records", "a folder")
     if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
         _refuse_unwritable(records)
-    return case
 
 
 def batch_size_from_config(config: Mapping[str, Any]) -> int:
@@ -183,12 +191,13 @@ def models_with_geometry() -> list[str]:
     return [f.stem for f in sorted(MODELS.glob("*.yaml")) if b"\nssm:" in f.read_bytes()]
 
 
-def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
+def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = None) -> tuple[str, ...]:
     """The arms to run, in the order given; each exists, none twice, and each runs on ``device`` and can hold
-    ``precision.state``. ``default`` are all such arms, stored ones first.
+    ``precision.state``. ``default`` are all such arms, stored ones first. An experiment that cannot run every arm
+    names those ``of`` which it can.
     """
     device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
-    known = known_arms()
+    known = known_arms() if of is None else tuple(arm for arm in known_arms() if arm in of)
     here = [arm for arm in known if device in devices(arm)]
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)

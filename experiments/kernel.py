@@ -13,15 +13,12 @@ started again with the same command.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
+from experiments import jobs
 from experiments.app import run
 from experiments.case import Case, arms_from_config, case_from_config, case_hash
-from experiments.measure import nvidia, provenance, runner
-from experiments.measure.journal import alone
-from experiments.options import refuse
+from experiments.measure import provenance, runner
 from replayssm import traffic
 
 CORE_BYTES_PER_S, GPU_BYTES_PER_S = 10e9, 2e12
@@ -38,39 +35,8 @@ def main(config: dict[str, Any]) -> int:
 
 
 def sweep(configs: list[dict[str, Any]]) -> int:
-    """As `main`, for the jobs of a sweep. On a GPU, which takes longer to start with than a case to run, a replicate is
-    one process over all cases of the same arms.
-    """
-    jobs = [(case_from_config(config), arms_from_config(config), config) for config in configs]
-    together: dict[tuple[Any, ...], list[Case]] = {}
-    for case, arms, config in jobs:
-        if config["dry_run"]:
-            print(dry_run_line(case, arms))
-            continue
-        if case.device == "cuda" and nvidia.gpu() is None:
-            raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
-        alike = (Path(config["records"]).resolve(), arms, config["repeat"])
-        together.setdefault((*alike, None if case.device == "cuda" else case), []).append(case)
-    worst = 0
-    for (folder, arms, repeat, _), cases in together.items():
-        with alone(folder, say=print):
-            worst = max(worst, measure(cases, arms, folder, repeat))
-    return worst
-
-
-def measure(cases: list[Case], arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
-    """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
-    waiting = runner.pending(cases, arms, folder, repeat)
-    for case in cases:
-        if not any(case in left for _, left in waiting):
-            print(f"{label(case)}: recorded already in {folder}; repeat=true measures it again")
-    worst = 0
-    for replicate, left in waiting:
-        watcher = runner.Watcher(done=lambda case, replicate, outcome: print(outcome_lines(case, replicate, outcome)))
-        outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher)
-        failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, *_ in o.values())
-        worst = max(worst, int(failed))
-    return worst
+    """As `main`, for the jobs of a sweep."""
+    return jobs.sweep(EXPERIMENT, configs)
 
 
 def label(case: Case) -> str:
@@ -113,6 +79,9 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
         f"{replay.floor_ns(rate, rate) / 1e3:.0f} us at an assumed {rate / 1e9:.0f} GB/s; {copies} copies; "
         f"{len(arms)} arms x {case.timing.replicates} replicates, about {total_s:.0f} s"
     )
+
+
+EXPERIMENT = jobs.Experiment(case_from_config, arms_from_config, label, dry_run_line, outcome_lines)
 
 
 if __name__ == "__main__":

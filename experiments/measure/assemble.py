@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from experiments.case import Case, Precision, Timing, case_hash
+from experiments.decode_case import DecodeCase
 from experiments.measure import provenance
 from experiments.measure.record import Record
 from experiments.measure.sources import arm_hash, arm_sources
@@ -44,14 +45,15 @@ class Group:
 
     def record(self, arm: str, status: str, message: str = "", **measured: Any) -> Record:
         """The record of ``arm``. ``measured`` holds the record's fields that only a run knows."""
-        timing, sources = dataclasses.asdict(self.case.timing), arm_sources(arm, str(self.device["name"]))
+        timing = dataclasses.asdict(self.case.timing)
+        sources = arm_sources(arm, str(self.device["name"]), self.case.experiment)
         state = (self.case.device, self.state_before, provenance.state(self.case.device), self.states)
         return Record(
             group=self.id,
             experiment=self.case.experiment,
             case_hash=case_hash(self.case),
             arm=arm,
-            arm_hash=arm_hash(arm, str(self.device["name"])),
+            arm_hash=arm_hash(arm, str(self.device["name"]), self.case.experiment),
             arms=self.arms,
             replicate=self.replicate,
             status=status,
@@ -79,7 +81,8 @@ class Group:
 def case_from_dict(data: dict[str, Any]) -> Case:
     """The case of ``dataclasses.asdict``, as a record or a job holds it."""
     parts = {"geometry": Geometry, "precision": Precision, "timing": Timing}
-    return Case(**{name: parts[name](**value) if name in parts else value for name, value in data.items()})
+    kind = DecodeCase if data["experiment"] == "decode" else Case
+    return kind(**{name: parts[name](**value) if name in parts else value for name, value in data.items()})
 
 
 def order_seed(case: Case, replicate: int) -> int:
@@ -91,4 +94,5 @@ def resume_keys(case: Case, arms: tuple[str, ...], replicate: int) -> set[tuple[
     """What `Record.key` will be for the arms of a group that has not run yet."""
     schema = next(f.default for f in dataclasses.fields(Record) if f.name == "schema")
     device = provenance.device(case.device)["name"]
-    return {(schema, case_hash(case), arm, arm_hash(arm, str(device)), device, replicate) for arm in arms}
+    hashes = {arm: arm_hash(arm, str(device), case.experiment) for arm in arms}
+    return {(schema, case_hash(case), arm, hashes[arm], device, replicate) for arm in arms}

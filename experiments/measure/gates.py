@@ -59,8 +59,8 @@ class Check:
         self.case, self.moment = case, moment
         generator = torch.Generator().manual_seed(case.seed + (11 if moment == "before" else 13))
         device = devices.of(case).tensors
-        self.rows = _draw(case.batch_size, CHECKED_ROWS, generator).to(device)
-        self.copies = _draw(copies, CHECKED_COPIES, generator).to(device)
+        self.rows = draw(case.batch_size, CHECKED_ROWS, generator).to(device)
+        self.copies = draw(copies, CHECKED_COPIES, generator).to(device)
         self.offsets = phase_offsets(case).to(device)
         self._start: dict[torch.dtype, Tensor] = {}
         self._made: dict[torch.dtype, Any] = {}
@@ -83,8 +83,8 @@ class Check:
         cycles = cycles_before + len(parts)
         flushes = layers.flushes
         comparisons += [
-            _exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
-            _exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min())),
+            exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
+            exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min())),
         ]
         correctness = Correctness(
             moment=self.moment,
@@ -115,9 +115,9 @@ class Check:
         outputs = torch.stack(passed)
         comparisons = [
             *self._outputs(outputs, unwritten, truth, honest),
-            _compare("state, and ring in the middle of the cycle", middle, truth.middle, honest.middle, 3),
+            compare("state, and ring in the middle of the cycle", middle, truth.middle, honest.middle, 3),
             *self._states(layers, truth, honest),
-            _exact("state elements written between flushes", rewritten),
+            exact("state elements written between flushes", rewritten),
         ]
         return comparisons, outputs
 
@@ -138,8 +138,8 @@ class Check:
     def _outputs(self, outputs: Tensor, unwritten: int, truth: Cycle, honest: Cycle) -> list[Comparison]:
         checked = outputs[:, self.copies[:, None], self.rows]
         return [
-            _compare("output", checked, truth.outputs, honest.outputs.to(outputs.dtype), 2),
-            _exact("output elements not written or not finite", unwritten),
+            compare("output", checked, truth.outputs, honest.outputs.to(outputs.dtype), 2),
+            exact("output elements not written or not finite", unwritten),
         ]
 
     def agreement(self, outputs: Tensor, first: Tensor) -> Comparison:
@@ -165,10 +165,10 @@ class Check:
         """The checkpoint as it was when the row last flushed, and checkpoint plus ring at the end of the cycle."""
         checkpoint = self._rows_of(layers.state)
         if not layers.flushes_per_cycle:
-            return [_compare("state", checkpoint, truth.final, honest.final, 3)]
+            return [compare("state", checkpoint, truth.final, honest.final, 3)]
         return [
-            _compare("state", checkpoint, truth.flushed, honest.flushed, 3),
-            _compare("state and ring", self._folded(layers), truth.final, honest.final, 3),
+            compare("state", checkpoint, truth.flushed, honest.flushed, 3),
+            compare("state and ring", self._folded(layers), truth.final, honest.final, 3),
         ]
 
     def _folded(self, layers: Any) -> Tensor:
@@ -235,7 +235,7 @@ def mark_copies(layers: Any) -> None:
     layers.state[:, 0, 0, 0, 0] = MARK
 
 
-def _draw(count: int, wanted: int, generator: torch.Generator) -> Tensor:
+def draw(count: int, wanted: int, generator: torch.Generator) -> Tensor:
     """Up to ``wanted`` of ``count``, the last always among them, in ascending order."""
     others = torch.randperm(count - 1, generator=generator)[: wanted - 1]
     return torch.cat([others, torch.tensor([count - 1])]).sort().values
@@ -249,12 +249,12 @@ def _relative(actual: Tensor, expected: Tensor, vector_dims: int) -> Tensor:
     return (squared_error / expected.square().sum(dims)).sqrt()
 
 
-def _compare(quantity: str, actual: Tensor, truth: Tensor, honest: Tensor, vector_dims: int) -> Comparison:
+def compare(quantity: str, actual: Tensor, truth: Tensor, honest: Tensor, vector_dims: int) -> Comparison:
     """The worst row's error, and twice the honest version's worst."""
     error = _relative(actual, truth, vector_dims).nan_to_num(torch.inf).max()
     budget = SLACK * _relative(honest, truth, vector_dims).max()
     return Comparison(quantity, float(error), float(budget))
 
 
-def _exact(quantity: str, count: int) -> Comparison:
+def exact(quantity: str, count: int) -> Comparison:
     return Comparison(quantity, float(count), 0.0)

@@ -123,7 +123,8 @@ class Record:
     timing_asked: dict[str, Any]
     timing_used: dict[str, Any] = field(default_factory=dict)
     samples_ns: tuple[tuple[int, ...], ...] = ()
-    """Elapsed time by round; each sample is ``layer_steps_per_sample`` layer steps, whole flush cycles."""
+    """Elapsed time by round; each sample is ``layer_steps_per_sample`` layer steps, whole flush cycles; of whole models
+    it is the difference of two generations, so many model steps."""
     again_samples_ns: tuple[tuple[int, ...], ...] = ()
     """A/A: the same arm timed a second time in each round; only one arm of a group has it."""
     layer_steps_per_sample: int = 0
@@ -142,6 +143,8 @@ class Record:
     """The most that was in use on the GPU during the whole group: all arms, inputs, checks and bandwidth kernels. On a
     CPU that of the process since it started, cases before this one included.
     """
+    decode: dict[str, Any] = field(default_factory=dict)
+    """Of whole models: what `experiments.measure.decode_worker` adds; a sample is then so many model steps."""
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:

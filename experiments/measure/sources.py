@@ -25,6 +25,8 @@ HARNESS = ("experiments.measure.devices", "experiments.measure.timing")
 """How samples are taken; of what these import, only each other belongs to an arm."""
 PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", *HARNESS)
 PACKAGES += tuple(f"experiments.measure.{name}" for name in ("gated", "layers", "peer_layers", "tuning"))
+AROUND = {"decode": ("experiments/measure/session.py",)}
+"""Experiment -> files that run inside a sample of every arm."""
 INSTALLED = {
     "replayssm/kernels/triton/": ("triton",),
     "replayssm/peers/": ("triton",),
@@ -41,12 +43,12 @@ def arm_file(arm: str) -> Path:
     return ROOT / "experiments" / "arms" / f"{arm.replace('/', '_').replace('-', '_')}.py"
 
 
-def arm_sources(arm: str, device: str) -> dict[str, str]:
+def arm_sources(arm: str, device: str, experiment: str = "kernel") -> dict[str, str]:
     """SHA-256 by path, relative to the repository, of the arm's file, all project files it imports, and `DATA` for the
-    device of that name, where there is some.
+    device of that name, where there is some; with what an experiment of whole models runs around it.
     """
     found: dict[Path, str] = {}
-    waiting = [arm_file(arm)]
+    waiting = [arm_file(arm), *(ROOT / path for path in AROUND.get(experiment, ()))]
     while waiting:
         path = waiting.pop()
         if path in found:
@@ -65,9 +67,9 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
-def arm_hash(arm: str, device: str) -> str:
+def arm_hash(arm: str, device: str, experiment: str = "kernel") -> str:
     """First 16 hexadecimal digits of the hash over `arm_sources` and the installed versions that they depend on."""
-    found = arm_sources(arm, device)
+    found = arm_sources(arm, device, experiment)
     lines = [f"{path} {digest}" for path, digest in found.items()]
     names = {name for start, names in INSTALLED.items() for name in names if any(p.startswith(start) for p in found)}
     lines += [f"{name} {_version(name)}" for name in sorted(names)]

@@ -20,8 +20,9 @@ import torch
 
 from experiments.case import Case
 from experiments.measure import devices, gates
-from experiments.measure.arm import Arm, LostError, fail, status_of, told
+from experiments.measure.arm import Arm, fail
 from experiments.measure.assemble import Group, case_from_dict, order_seed
+from experiments.measure.failures import LostError, status_of, told
 from experiments.measure.journal import Journal
 from experiments.measure.layers import forget, share
 from experiments.measure.phases import time_phases
@@ -311,9 +312,12 @@ def main() -> None:
 
     torch.set_grad_enabled(False)
     journal = Journal(Path(job["folder"]), cases[0].experiment)
+    run = run_group
+    if cases[0].experiment == "decode":
+        from experiments.measure.decode_worker import run_group as run
     for number, case in enumerate(cases):
         _report(events, event="start", case=number)
-        records = run_group(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
+        records = run(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
         outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
         with writing:
             if os.getppid() != parent:

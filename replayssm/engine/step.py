@@ -39,13 +39,15 @@ class Step:
         """``span`` bounds the positions that attention looks at; a graph reads as many as there are."""
         span = self.cache.capacity if span is None else span
         if not self.tokens.is_cuda:
-            self._run(span)
+            self.run(span)
             return
         if self._graph is None:
             self._graph = self._captured(span)
         self._graph.replay()
 
-    def _run(self, span: int) -> None:
+    @torch.no_grad()
+    def run(self, span: int) -> None:
+        """The same without a graph, launch by launch."""
         past = new_decoding(self.arm, self.cache, self.slots, span)
         self.logits = self.model.logits(self.model.hidden(self.tokens[:, None], past))[:, 0]
         past.finish()
@@ -58,11 +60,11 @@ class Step:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._run(span)
+                self.run(span)
         torch.cuda.current_stream().wait_stream(side)
         self.slots.copy_(live)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._run(span)
+            self.run(span)
         return graph

@@ -34,6 +34,9 @@ class States(Protocol):
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         """Start requests from ``states [layers,B,H,P,N]``, as a prompt leaves them."""
 
+    def fill(self, states: Tensor) -> None:
+        """Start every slot from the same ``states [layers,1,H,P,N]``, without a copy of what all of them will hold."""
+
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         """One token a row of one layer, into ``out [B,H,P]``; ``more`` is for the back end's step."""
 
@@ -62,6 +65,9 @@ class StoredStates:
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         self.state[:, list(slots)] = states.to(self.state)
 
+    def fill(self, states: Tensor) -> None:
+        self.state.copy_(states)
+
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         self._step(out, self.state[number], contiguous(inputs), slots, **more)
 
@@ -86,6 +92,13 @@ class ReplayStates:
 
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         self.cache.load_state(self.cache.batch([self._handles[slot] for slot in slots]), states)
+
+    def fill(self, states: Tensor) -> None:
+        self.cache.state.copy_(states)
+        for tensor in self.cache.ring.values():
+            tensor.fill_(torch.nan)
+        self.cache.cursor.zero_()
+        self.cache.origin.zero_()
 
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         self._step(out, self._layers[number], contiguous(inputs), slots, **more)

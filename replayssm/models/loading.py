@@ -38,9 +38,7 @@ def load_model(
     """The model in ``folder``, its weights in ``dtype``. Raises `ModelError`, one line, on anything that is not as the
     configuration says."""
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder; accepted: a folder with config.json and safetensors")
-    model = empty_model(_config(folder), dtype, device)
+    model = empty_model(config_from_folder(folder), dtype, device)
     with ExitStack() as stack:
         found = _found(folder, stack)
         tensors = dict(model.tensors(set(found)))
@@ -82,7 +80,7 @@ def config_from_geometry(model: Mapping[str, Any]) -> Config:
     raise ModelError(f"model {name} is not implemented; accepted: Nemotron-3 and Qwen3.5 models")
 
 
-def empty_model(config: Config, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+def empty_model(config: Config, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Decoder:
     """A model whose parameters have memory and no values; with ``device="meta"`` no memory either."""
     with torch.device("meta"):
         model: Decoder = NemotronH(config) if isinstance(config, NemotronHConfig) else Qwen35(config)
@@ -97,7 +95,11 @@ def empty_model(config: Config, dtype: torch.dtype, device: torch.device | str) 
     return model.to_empty(device=device)
 
 
-def _config(folder: Path) -> Config:
+def config_from_folder(folder: str | Path) -> Config:
+    """The configuration of the model in ``folder``. Raises `ModelError` where it is not as `load_model` needs it."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is no folder; accepted: a folder with config.json and safetensors")
     values = _json(folder / "config.json")
     quantised = values.get("quantization_config") or (folder / "hf_quant_config.json").is_file()
     if quantised:

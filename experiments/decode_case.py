@@ -1,0 +1,139 @@
+"""The case of the decode experiment: `experiments.case.Case` with a whole model around the layer.
+
+Standard library only, but for `case_from_config`, which reads the model's configuration as the run will.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.case import (
+    OPTIONS,
+    Case,
+    arms_from_config,
+    check_run_options,
+    choice,
+    model_from_config,
+    shared_from_config,
+)
+from experiments.options import ConfigError, get, integer, only, refuse, text
+from replayssm.geometry import Geometry
+
+RANDOM = "random"
+MAX_CONTEXT = 1 << 20
+LAYERS = ("layers_block_type", "layer_types")
+"""The field of a configuration that lists its layers, by architecture."""
+
+
+@dataclass(frozen=True)
+class DecodeCase(Case):
+    """``weights``: ``random``, or a Hugging Face folder, of which ``weights_digest`` tells configuration, names, shapes
+    and sizes. ``context``: tokens of the prompt. ``steps``: by how many tokens the two generations differ. ``blocks``:
+    the first so many layers of the model, 0 for all. ``architecture``: the model's file in ``configs/model``, where
+    weights are random.
+    """
+
+    weights: str = RANDOM
+    weights_digest: str = ""
+    context: int = 16
+    steps: int = 256
+    blocks: int = 0
+    architecture: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row is given at most: both generations, the tokens that stagger rows, and a checked cycle."""
+        return self.context + self.steps + 4 * self.interval_length
+
+
+def case_from_config(config: Mapping[str, Any]) -> DecodeCase:
+    """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
+    only(config, (*OPTIONS, "weights", "context", "steps", "blocks"))
+    choice(config, "experiment", ["decode"])
+    shared = shared_from_config(config)
+    folder = text(config, "weights", "random, or a folder with config.json and safetensors")
+    blocks = 0 if get(config, "blocks", "an integer, or null") is None else integer(config, "blocks", 1, 1000)
+    case = DecodeCase(
+        experiment="decode",
+        **_model(config, folder),
+        **shared,
+        weights=folder if folder == RANDOM else str(Path(folder).resolve()),
+        context=integer(config, "context", 1, MAX_CONTEXT),
+        steps=integer(config, "steps", 1, 100_000),
+        blocks=blocks,
+    )
+    if case.steps % case.interval_length:
+        accepted = f"a multiple of interval_length={case.interval_length}, whole flush cycles"
+        raise refuse("steps", case.steps, accepted)
+    geometry = _geometry(model_config(case))
+    decode_arms(config)
+    check_run_options(config)
+    return replace(case, geometry=geometry)
+
+
+def decode_arms(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `arms_from_config`, of the arms that the engine has."""
+    from replayssm.engine import ARMS
+
+    return arms_from_config(config, ARMS)
+
+
+def model_config(case: DecodeCase) -> Any:
+    """The model's configuration, cut to the first ``blocks`` layers. Raises ``ConfigError`` on one that cannot be."""
+    from replayssm.models import ModelError, config_from_folder, config_from_geometry
+
+    try:
+        whole = config_from_geometry(case.architecture) if case.weights == RANDOM else config_from_folder(case.weights)
+    except ModelError as error:
+        raise ConfigError(f"model={case.model}: {error}") from None
+    if not case.blocks:
+        return whole
+    if case.weights != RANDOM:
+        raise refuse("blocks", case.blocks, "null with weights from a folder")
+    name = next(name for name in LAYERS if hasattr(whole, name))
+    layers = getattr(whole, name)
+    if case.blocks not in (allowed := whole_periods(layers)):
+        raise refuse("blocks", case.blocks, f"null, {', '.join(map(str, allowed))}: kinds of layers as in the model")
+    return replace(whole, **{name: layers[: case.blocks]})
+
+
+def whole_periods(layers: tuple[str, ...]) -> list[int]:
+    """Numbers of first layers, fewer than all, in which each kind has the same share as in all of them."""
+    kinds = set(layers)
+    return [
+        n
+        for n in range(1, len(layers))
+        if all(layers[:n].count(kind) * len(layers) == layers.count(kind) * n for kind in kinds)
+    ]
+
+
+def _model(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Name, geometry and source of the model; a folder's geometry is read later."""
+    if folder == RANDOM:
+        name, geometry = model_from_config(config)
+        return {"model": name, "geometry": geometry, "architecture": dict(config["model"])}
+    path = Path(folder)
+    if not path.is_dir():
+        raise refuse("weights", folder, "random, or a folder with config.json and safetensors", "is no folder")
+    return {"model": path.resolve().name, "geometry": Geometry("mamba2", 1, 1, 1, 1), "weights_digest": digest(path)}
+
+
+def digest(folder: Path) -> str:
+    """16 hex digits over a folder's configuration, and the header and size of each file of weights."""
+    found = hashlib.sha256()
+    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        with open(file, "rb") as opened:
+            length = 1 << 20 if file.suffix == ".json" else min(1 << 26, 8 + int.from_bytes(opened.read(8), "little"))
+            opened.seek(0)
+            found.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(length))
+    return found.hexdigest()[:16]
+
+
+def _geometry(config: Any) -> Geometry:
+    from replayssm.models import empty_model
+
+    return empty_model(config, device="meta").geometry

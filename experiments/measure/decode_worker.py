@@ -1,0 +1,344 @@
+"""One decode case in one process: all arms with the same weights, checked, traced, timed by turns, checked again.
+
+A sample is the difference of two generations, of L and of L + ``steps`` tokens behind the same prompt, so that what a
+generation costs once cancels. In each round every arm is timed once, in a random order and in the next round its
+reverse. In the same rounds are timed a flush cycle of the state-space layers' steps alone, which gives their share of a
+step, and the model's matrix products alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from experiments.decode_case import RANDOM, DecodeCase, model_config
+from experiments.inputs import DTYPES
+from experiments.measure import devices
+from experiments.measure.assemble import Group, order_seed
+from experiments.measure.failures import LostError, status_of, told
+from experiments.measure.record import Correctness, Record
+from experiments.measure.session import CHUNK, Session
+from experiments.measure.session_gates import Chosen, Trace, agreement, check, trace
+from experiments.measure.sources import arm_file
+from experiments.measure.timing import RaisedError, interleave, warm_up
+from experiments.measure.worker import AGAIN
+from replayssm.engine import Memory, predict_memory
+from replayssm.models import Decoder, load_model, random_model
+
+MEMORY_SHARE = 0.9
+"""Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
+TRACED_CYCLES = 4
+PRODUCTS = "products"
+FORCED, GREEDY = "random, all arms forced on one stream of tokens", "checkpoint, greedy"
+
+
+@dataclass
+class Arm:
+    """An arm of the group, and what became of it."""
+
+    name: str
+    status: str = "ok"
+    message: str = ""
+    session: Session | None = None
+    state_steps: devices.Run | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    correctness: list[Correctness] = field(default_factory=list)
+    trace: Trace | None = None
+    generations_ns: list[list[int]] = field(default_factory=list)
+    """Short and long, by round."""
+    state_ns: list[int] = field(default_factory=list)
+    memory_bytes: int = 0
+
+    def fail(self, status: str, message: str) -> None:
+        self.status, self.message = status, " ".join(message.split())
+        self.session = self.state_steps = None
+
+
+def run_group(group: Group) -> list[Record]:
+    """Run all arms of a case and return one record each; failures of an arm are its record, never an exception."""
+    arms = [Arm(name) for name in group.arms]
+    try:
+        return _run(group, arms)
+    except LostError as lost:
+        for arm in arms:
+            if arm.status == "ok":
+                arm.fail("error", str(lost))
+        return [_failure(arm, group) for arm in arms]
+
+
+def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
+    """What each arm needs; the weights are one and the same."""
+    sizes: dict[str, Any] = {"slots": case.batch_size, "capacity": case.longest, "chunk": CHUNK, "prompt_rows": 1}
+    sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs]}
+    config = model_config(case)
+    return {arm: predict_memory(config, arm, state_dtype=DTYPES[case.precision.state], **sizes) for arm in arms}
+
+
+def needed_bytes(memory: dict[str, Memory]) -> int:
+    """Of all arms together."""
+    one = next(iter(memory.values()))
+    return one.weights + one.prompts + sum(m.keys_values + m.conv + m.states + m.steps for m in memory.values())
+
+
+def _run(group: Group, arms: list[Arm]) -> list[Record]:
+    case, device = group.case, devices.of(group.case)
+    assert isinstance(case, DecodeCase)
+    gc.collect()
+    if not device.works():
+        raise LostError(f"PyTorch {torch.__version__} cannot use the device")
+    device.begin(case)
+    group.device = device.describe()
+    memory, free = predicted(case, group.arms), device.free_bytes()
+    needed = needed_bytes(memory)
+    if free is not None and needed > MEMORY_SHARE * free:
+        text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
+        return [group.record(arm.name, "oom", text, decode={"memory": asdict(memory[arm.name])}) for arm in arms]
+    try:
+        model = _model(case)
+    except Exception as error:
+        return group.failures(status_of(error), told(error))
+    for arm in arms:
+        _prepare(arm, case, model)
+    routers = _routing(arms, model)
+    _trace(arms, case)
+    timed = _time_standing(arms, group, model)
+    for arm in arms:
+        _checked(arm, case, "after")
+    used = _used(case, device) | timed.get("used", {})
+    told_once = {"routers": routers, "products_ns": timed.get("products_ns", [])}
+    return [_record(arm, group, arms, memory[arm.name], used, timed, told_once) for arm in arms]
+
+
+def _model(case: DecodeCase) -> Decoder:
+    placed: dict[str, Any] = {"dtype": DTYPES[case.precision.inputs], "device": devices.of(case).tensors}
+    if case.weights == RANDOM:
+        return random_model(model_config(case), seed=case.seed, **placed)
+    return load_model(case.weights, **placed)
+
+
+def _prepare(arm: Arm, case: DecodeCase, model: Decoder) -> None:
+    """Make the session, compile and capture its step, and judge it."""
+    try:
+        module = importlib.import_module(f"experiments.arms.{arm_file(arm.name).stem}")
+        arm.config = module.describe(case)
+        if reason := module.unsupported(case):
+            arm.fail("unsupported", reason)
+            return
+        watched = {n for moment in ("before", "after") for n in Chosen.of(case, model.state_layers, moment).layers}
+        arm.session = Session(case, model, arm.name, watched)
+        arm.memory_bytes = arm.session.memory_bytes
+    except Exception as error:
+        _fail(arm, case, error)
+        return
+    _checked(arm, case, "before")
+    try:
+        arm.state_steps = arm.session and arm.session.state_steps()
+    except Exception as error:
+        _fail(arm, case, error)
+
+
+def _checked(arm: Arm, case: DecodeCase, moment: str) -> None:
+    if arm.session is None:
+        return
+    try:
+        if moment == "after":
+            arm.session.generate(case.interval_length)()
+        correctness = check(arm.session, moment, Chosen.of(case, arm.session.states.layers, moment))
+    except Exception as error:
+        _fail(arm, case, error, f"{moment} timing: ")
+        return
+    arm.correctness.append(correctness)
+    if not correctness.passed:
+        arm.fail("incorrect", f"{moment} timing: " + "; ".join(correctness.faults()))
+
+
+def _trace(arms: list[Arm], case: DecodeCase) -> None:
+    steps = min(TRACED_CYCLES * case.interval_length, case.steps)
+    for arm in arms:
+        if arm.session is not None:
+            try:
+                arm.trace = trace(arm.session, steps)
+            except Exception as error:
+                _fail(arm, case, error)
+
+
+def _routing(arms: list[Arm], model: Decoder) -> dict[str, Any]:
+    """How one step spreads its rows over the experts of each layer; empty without experts."""
+    session = next((arm.session for arm in arms if arm.session is not None), None)
+    routers = {name: module for name, module in model.named_modules() if type(module).__name__ == "Router"}
+    if session is None or not routers:
+        return {}
+    loads: list[torch.Tensor] = []
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        loads.append(torch.bincount(output[0].flatten(), minlength=len(module.weight)).cpu())
+
+    hooks = [module.register_forward_hook(count) for module in routers.values()]
+    session.restart()
+    session.eager_cycle(set())
+    for hook in hooks:
+        hook.remove()
+    load = torch.stack(loads[-len(routers) :])
+    return {
+        "experts": load.shape[1],
+        "rows": int(load[0].sum()),
+        "used_by_layer": (load > 0).sum(1).tolist(),
+        "most_rows_by_layer": load.max(1).values.tolist(),
+        "histogram": torch.bincount(load.flatten()).tolist(),
+    }
+
+
+def _time_standing(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
+    """Time the arms that are right. One that raises is out, and the others are timed anew without it."""
+    while any(arm.session for arm in arms):
+        try:
+            return _time([arm for arm in arms if arm.session], group, model)
+        except RaisedError as raised:
+            blamed = next((arm for arm in arms if arm.name == raised.name.removesuffix(AGAIN)), None)
+            if blamed is None:
+                raise LostError(f"{raised.name} failed: {told(raised.__cause__)}") from raised
+            _fail(blamed, group.case, raised.__cause__, "while timed: ")
+    return {}
+
+
+def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
+    case, device = group.case, devices.of(group.case)
+    assert isinstance(case, DecodeCase)
+    short, long = case.interval_length, case.interval_length + case.steps
+    kept: dict[str, list[tuple[int, int, int]]] = {}
+
+    def elapsed_ns(participant: Any) -> int:
+        """Of the products; or the difference of an arm's two generations, its other times being kept."""
+        if not isinstance(participant, tuple):
+            return device.elapsed_ns(participant)
+        name, arm = participant
+        lengths = (short, long) if len(kept.get(name, ())) % 2 else (long, short)
+        found = {length: device.elapsed_ns(arm.session.generate(length)) for length in lengths}
+        kept.setdefault(name, []).append((found[short], found[long], device.elapsed_ns(arm.state_steps)))
+        if found[long] <= found[short]:
+            raise RuntimeError(f"{long} tokens took no longer than {short}: steps={case.steps} is too few to be timed")
+        return found[long] - found[short]
+
+    participants: dict[str, Any] = {arm.name: (arm.name, arm) for arm in arms}
+    participants[PRODUCTS] = device.repeated(products(model, case.batch_size))
+    warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance, elapsed_ns)
+    stored = [arm for arm in arms if arm.name.startswith("stored/")] or arms
+    again = min(stored, key=lambda arm: warmed.last_ns[arm.name])
+    participants[again.name + AGAIN] = (again.name + AGAIN, again)
+    kept.clear()
+    states: list[Any] = []
+    samples = interleave(
+        participants,
+        case.timing.rounds,
+        order_seed(case, group.replicate),
+        elapsed_ns,
+        after_round=lambda: states.append(device.state()),
+    )
+    group.states = [state for state in states if state]
+    for arm in arms:
+        arm.generations_ns = [[short_ns, long_ns] for short_ns, long_ns, _ in kept[arm.name]]
+        arm.state_ns = [ns for *_, ns in kept[arm.name]]
+    return {
+        "samples": samples.elapsed_ns,
+        "again": again.name,
+        "products_ns": samples.elapsed_ns[PRODUCTS],
+        "used": {
+            "warmup_rounds": warmed.rounds,
+            "warmup_s": round(warmed.elapsed_s, 3),
+            "warmup_settled": warmed.settled,
+            "participants": list(participants),
+            "order": [[list(participants).index(name) for name in order] for order in samples.order],
+        },
+    }
+
+
+def products(model: Decoder, rows: int) -> devices.Run:
+    """All matrix products of one step but those of routed experts, one after the other: the step's own floor, with
+    weights that no cache holds."""
+    embedding = model.embedding
+    matrices = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    if getattr(model.config, "tie_word_embeddings", False):
+        matrices.append(embedding)
+    widths = {matrix.shape[1] for matrix in matrices}
+    inputs = {width: torch.randn(rows, width, dtype=embedding.dtype, device=embedding.device) for width in widths}
+
+    def run() -> None:
+        for matrix in matrices:
+            F.linear(inputs[matrix.shape[1]], matrix)
+
+    run()
+    return run
+
+
+def _used(case: DecodeCase, device: devices.Cpu) -> dict[str, Any]:
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    return {
+        "tokens": [case.interval_length, case.interval_length + case.steps],
+        "interval_length": case.interval_length,
+        "tf32": {"matmul": matmul, "cudnn": cudnn},
+        "timer": device.timer,
+    }
+
+
+def _record(
+    arm: Arm,
+    group: Group,
+    arms: list[Arm],
+    memory: Memory,
+    used: dict[str, Any],
+    timed: dict[str, Any],
+    told_once: dict[str, Any],
+) -> Record:
+    """The arm's record; one that failed keeps what was found about its correctness, and no samples."""
+    if arm.status != "ok":
+        return _failure(arm, group, memory)
+    case, first = group.case, next(a for a in arms if a.trace is not None)
+    assert isinstance(case, DecodeCase)
+    step_ns = median(timed["samples"][arm.name]) / case.steps
+    state_step_ns = median(arm.state_ns) / case.interval_length
+    found: dict[str, Any] = {
+        "weights": FORCED if case.weights == RANDOM else GREEDY,
+        "step_ns": step_ns,
+        "state_step_ns": state_step_ns,
+        "state_share": state_step_ns / step_ns,
+        "generations_ns": arm.generations_ns,
+        "state_cycles_ns": arm.state_ns,
+        "memory": asdict(memory) | {"cache_held": arm.memory_bytes},
+    }
+    if arm is not first and arm.trace is not None and first.trace is not None:
+        found["agreement"] = {"with": first.name} | agreement(arm.trace, first.trace, case.weights == RANDOM)
+    is_again = arm.name == timed["again"]
+    again = timed["samples"][arm.name + AGAIN] if is_again else []
+    used = used if is_again else {k: v for k, v in used.items() if k not in ("participants", "order")}
+    return group.record(
+        arm.name,
+        "ok",
+        correctness=tuple(arm.correctness),
+        arm_config=arm.config,
+        timing_used=used,
+        samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
+        again_samples_ns=tuple((ns,) for ns in again),
+        layer_steps_per_sample=case.steps,
+        group_peak_memory_bytes=devices.of(case).peak_memory_bytes(),
+        decode=found | (told_once if is_again else {}),
+    )
+
+
+def _failure(arm: Arm, group: Group, memory: Memory | None = None) -> Record:
+    found = {"correctness": tuple(arm.correctness), "arm_config": arm.config}
+    status = arm.status if arm.status != "ok" else "error"
+    decode = {} if memory is None else {"memory": asdict(memory)}
+    return group.record(arm.name, status, arm.message or "nothing was timed", decode=decode, **found)
+
+
+def _fail(arm: Arm, case: Any, error: BaseException | None, when: str = "") -> None:
+    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
+    arm.fail(status_of(error), f"{when}{told(error)}")
+    if not devices.of(case).works():
+        raise LostError(f"the device was lost with {arm.name}: {told(error)}")

@@ -1,0 +1,229 @@
+"""One arm of a decode case, ready to generate: a cache behind the prompt, a step, and a view of what its layers got.
+
+All rows have the same prompt, which is read once; `restart` puts every row behind it again. With random weights the
+tokens that follow are forced, those of a seeded stream, another for each row: all arms then do the same work, and
+experts are chosen as by different requests. With a checkpoint each row goes on with its likeliest token.
+
+With staggered phases row r has taken r mod L tokens of its stream before the others begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.decode_case import RANDOM, DecodeCase
+from experiments.inputs import DTYPES
+from experiments.measure import devices
+from replayssm.engine import Step, new_cache
+from replayssm.kernels.torch.replay import ordered_ring
+from replayssm.models import Decoder, ReplayStates, States, StoredStates
+from replayssm.recurrence import FAMILIES, gdn, mamba2
+
+GATE_ERROR = 1 + 6 * 2.0**-23
+"""What a gate computed in float32 may be off by: the kernels' own are tested to be within 6 units."""
+CHUNK = 256
+"""Tokens of a prompt that are read at a time."""
+
+
+@dataclass
+class Seen:
+    """What a layer's step got and gave; the tensors of a graph, which each replay writes anew."""
+
+    inputs: Any
+    out: Tensor
+    more: dict[str, Any]
+
+
+class Watched:
+    """States of an arm whose steps leave what they saw of the layers in ``of``."""
+
+    def __init__(self, states: States, of: set[int]) -> None:
+        self.geometry, self.layers, self.slots = states.geometry, states.layers, states.slots
+        self.inner, self.of = states, of
+        self.seen: dict[int, Seen] = {}
+        self.load, self.fill, self.commit = states.load, states.fill, states.commit
+
+    def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
+        self.inner.step(number, out, inputs, slots, **more)
+        if number in self.of:
+            self.seen[number] = Seen(inputs, out, more)
+
+
+class Session:
+    """An arm of ``case`` with ``model``; ``watched`` are the numbers of the state-space layers that will be checked.
+
+    ``steps`` counts every step since the session began, ``held [B]`` are the tokens that a replay arm's rings hold.
+    """
+
+    def __init__(self, case: DecodeCase, model: Decoder, arm: str, watched: set[int]) -> None:
+        self.case, self.model, self.arm = case, model, arm
+        device = model.embedding.device
+        kept = {"interval_length": case.interval_length, "state_dtype": DTYPES[case.precision.state]}
+        self.cache = new_cache(model, arm, slots=case.batch_size, capacity=case.longest, **kept)
+        self.states: States = self.cache.states
+        self.watched = Watched(self.states, watched)
+        self.cache.states = self.watched
+        self.rows = torch.arange(case.batch_size, device=device)
+        offsets = torch.arange(case.batch_size) % case.interval_length if case.phase == "staggered" else torch.zeros(1)
+        self.offsets = offsets.to(device, torch.int64).expand(case.batch_size)
+        self.stream = _stream(case, len(model.embedding)).to(device)
+        self.taken = torch.zeros(case.batch_size, dtype=torch.int64, device=device)
+        self.tokens, self.slots = self.stream[0].clone(), self.rows.clone()
+        self.step = Step(model, self.cache, arm, self.tokens, self.slots, self._next)
+        self.steps, self._span = 0, case.context + 1
+        self._read_prompt()
+        self.restart()
+
+    def restart(self) -> None:
+        """Every row behind the prompt again, and its phase ahead."""
+        self.watched.fill(self._state)
+        self.cache.conv.copy_(self._conv)
+        self.cache.length.fill_(self.case.context)
+        self.taken.zero_()
+        self.tokens.copy_(self._first)
+        self._span = self.case.context + 1
+        for number in range(self._most_ahead):
+            self.slots.copy_(torch.where(self.offsets > number, self.rows, -1))
+            self._advance()
+        self.slots.copy_(self.rows)
+
+    def run(self, steps: int) -> None:
+        """So many tokens of all rows."""
+        for _ in range(steps):
+            self._advance()
+        self.steps += steps
+
+    def eager_cycle(self, of: set[int]) -> dict[int, Seen]:
+        """A flush cycle whose last step is not the graph's; gives what the layers ``of`` saw in it."""
+        self.run(self.case.interval_length - 1)
+        before = self.watched.of, self.watched.seen, self.step.logits
+        self.watched.of, self.watched.seen = of, {}
+        self.step.run(self._span)
+        seen = self.watched.seen
+        self.watched.of, self.watched.seen, self.step.logits = before
+        self._span += 1
+        self.steps += 1
+        return seen
+
+    def generate(self, steps: int) -> Callable[[], None]:
+        """A generation, prompt's end to last token: what is timed."""
+
+        def generation() -> None:
+            self.restart()
+            self.run(steps)
+
+        return generation
+
+    def state_steps(self) -> devices.Run:
+        """A flush cycle of the state-space layers' steps alone, with the inputs of one model step; on a GPU a graph.
+        Rows must be restarted afterwards."""
+        seen = self.eager_cycle(set(range(self.states.layers)))
+
+        def steps() -> None:
+            for _ in range(self.case.interval_length):
+                for number, layer in seen.items():
+                    self.states.step(number, layer.out, layer.inputs, self.slots, **layer.more)
+                self.states.commit(self.slots)
+
+        run = devices.of(self.case).repeated(steps)
+
+        def cycle() -> None:
+            run()
+            self.steps += self.case.interval_length
+
+        return cycle
+
+    def inputs(self, number: int, rows: Tensor) -> tuple[Any, Any]:
+        """What the last step of a watched layer got, for some rows: exactly, and as an honest version has it. They
+        differ where the step computes the gates, which it does in float32."""
+        seen = self.watched.seen[number]
+        inputs, gates = seen.inputs.rows(rows), seen.more.get("gates")
+        if gates is None:
+            return inputs, inputs
+        if isinstance(inputs, mamba2.Inputs):
+            dt = mamba2.discretize(inputs.dt.double(), gates.dt_bias)
+            return inputs._replace(dt=dt), inputs._replace(dt=dt.float() * GATE_ERROR)
+        g, beta = gdn.gates(inputs.g.double(), inputs.beta.double(), gates.A_log.double(), gates.dt_bias.double())
+        off = {"g": g.float() * GATE_ERROR, "beta": beta.float() * GATE_ERROR}
+        return inputs._replace(g=g, beta=beta), inputs._replace(**off)
+
+    def state(self, number: int, rows: Tensor) -> Tensor:
+        """Float64 ``[R,H,P,N]``: the state of a watched layer, a replay arm's ring folded into its checkpoint."""
+        if not isinstance(self.states, ReplayStates):
+            return self.stored[number][rows].double()
+        cache = self.states.cache
+        A = (self.watched.seen[number].inputs.A,) if cache.geometry.family == "mamba2" else ()
+        ring = ordered_ring(cache.layer(number), rows)
+        return FAMILIES[cache.geometry.family].fold(cache.state[number][rows].double(), ring, cache.cursor[rows], *A)
+
+    @property
+    def flushes(self) -> Tensor:
+        """``[layers,B]``; a stored arm has none."""
+        if isinstance(self.states, ReplayStates):
+            return self.states.cache.flushes
+        return torch.zeros(self.states.layers, self.case.batch_size, dtype=torch.int64)
+
+    @property
+    def flushes_expected(self) -> int:
+        """One of each row and layer in L steps."""
+        cycles = self.steps // self.case.interval_length if isinstance(self.states, ReplayStates) else 0
+        return cycles * self.states.layers * self.case.batch_size
+
+    @property
+    def cursor(self) -> Tensor:
+        return self.states.cache.cursor if isinstance(self.states, ReplayStates) else torch.zeros_like(self.offsets)
+
+    @property
+    def held(self) -> Tensor:
+        """``[B]`` tokens that the rings hold after whole cycles."""
+        return self.offsets if isinstance(self.states, ReplayStates) else torch.zeros_like(self.offsets)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the cache."""
+        kept = self.states.cache if isinstance(self.states, ReplayStates) else self.states
+        tensors = [self.stored, *getattr(kept, "ring", {}).values()]
+        return sum(t.nbytes for t in (*tensors, self.cache.keys, self.cache.values, self.cache.conv))
+
+    @property
+    def stored(self) -> Tensor:
+        """States or checkpoints ``[layers,S,H,P,N]``."""
+        assert isinstance(self.states, StoredStates | ReplayStates)
+        return self.states.cache.state if isinstance(self.states, ReplayStates) else self.states.state
+
+    def _advance(self) -> None:
+        self.step(self._span)
+        self._span += 1
+
+    @property
+    def _most_ahead(self) -> int:
+        longest = min(self.case.batch_size, self.case.interval_length) - 1
+        return longest if self.case.phase == "staggered" else 0
+
+    def _next(self, logits: Tensor) -> Tensor:
+        """The next token of each row's stream, or its likeliest."""
+        if self.case.weights != RANDOM:
+            return logits.argmax(-1)
+        self.taken.add_(self.slots >= 0)
+        return self.stream.gather(0, self.taken[None])[0]
+
+    def _read_prompt(self) -> None:
+        """Into slot 0; then keys and values of all slots, and what `restart` gives them."""
+        generator = torch.Generator().manual_seed(self.case.seed + 1)
+        prompt = torch.randint(len(self.model.embedding), (1, self.case.context), generator=generator)
+        logits = self.model.prefill(prompt, self.cache, [0], chunk=CHUNK)
+        self._first = self.stream[0] if self.case.weights == RANDOM else logits.argmax(-1).expand(len(self.rows))
+        self._state, self._conv = self.stored[:, :1].clone(), self.cache.conv[:, :1].clone()
+        for memory in (self.cache.keys, self.cache.values):
+            memory[:, 1:, :, : self.case.context] = memory[:, :1, :, : self.case.context]
+
+
+def _stream(case: DecodeCase, vocabulary: int) -> Tensor:
+    """``[T,B]`` int64, a token more than a row can take."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randint(vocabulary, (case.longest - case.context + 1, case.batch_size), generator=generator)
