@@ -26,6 +26,8 @@ PROFILES = ("default", "gpu", "reproduce")
 """Timings of ``configs/timing`` that were made for evidence, as they are; with an overridden field a timing's name is
 another one, as ``gpu+rounds=3``, and no claim rests on it.
 """
+PAPER_CONTEXT = 1024
+"""Tokens that the authors' script reaches at most."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,18 @@ class Question:
 def replay_rows(question: Question) -> list[Any]:
     """Speedup rows of replay arms at the paper's state format and interval length, on the device nearest the paper."""
     length = question.parameters["interval_length"]
-    rows = rows_of(question, "kernel_speedups", "replay", lambda r: r.interval_length == length)
-    return nearest_device([r for r in rows if not pd.isna(r.speedup)])
+    rows = rows_of(question, speedup_table(question), "replay", lambda r: r.interval_length == length)
+    return nearest_device([r for r in rows if not pd.isna(r.speedup) and _short_and_whole(r)])
+
+
+def speedup_table(question: Question) -> str:
+    """The table that a claim is about: kernels', or that of whole models."""
+    return question.parameters.get("table", "kernel_speedups")
+
+
+def _short_and_whole(row: Any) -> bool:
+    """Of whole models only those of full depth, at contexts no longer than the paper's."""
+    return not hasattr(row, "context") or (row.context <= PAPER_CONTEXT and pd.isna(row.blocks))
 
 
 def rows_of(question: Question, table: str, kind: str, wanted: Callable[[Any], bool]) -> list[Any]:
@@ -95,7 +107,7 @@ def replay_records(question: Question) -> tuple[list[Record], list[Record]]:
 
     def bears(record: Record) -> bool:
         what = describe(record)
-        return (what["kind"], what["state"], what["interval_length"]) == wanted
+        return record.experiment == "kernel" and (what["kind"], what["state"], what["interval_length"]) == wanted
 
     failures = [r for r in question.evidence.failures if r.status == "incorrect" and bears(r)]
     return [r for r in question.evidence.records if bears(r)], failures
@@ -113,8 +125,9 @@ def nearest_device(rows: list[Any]) -> list[Any]:
 
 
 def is_direct(row: Any) -> bool:
-    """Whether a row was measured on the card on which the paper ran its model."""
-    return row.model in PAPER_CARDS and PAPER_CARDS[row.model] in str(row.device)
+    """Whether a row was measured on the card on which the paper ran its model, with its weights."""
+    weights = getattr(row, "weights", "checkpoint")
+    return row.model in PAPER_CARDS and PAPER_CARDS[row.model] in str(row.device) and weights == "checkpoint"
 
 
 def by_model(rows: Iterable[Any]) -> list[list[Any]]:
@@ -135,6 +148,8 @@ def differed(rows: list[Any], batch: int | None = None) -> str:
     found = []
     if cards := sorted({str(r.device) for r in rows if not is_direct(r)}):
         found.append(f"card: {', '.join(cards)}")
+    if any(getattr(r, "weights", "checkpoint") != "checkpoint" for r in rows):
+        found.append("weights: random, tokens forced")
     if batch is not None and (others := sorted({r.batch_size for r in rows} - {batch})):
         found.append(f"batch: {', '.join(map(str, others))}")
     if missing := missing_models(rows):
@@ -145,7 +160,7 @@ def differed(rows: list[Any], batch: int | None = None) -> str:
 def single_phases(question: Question, rows: list[Any]) -> list[str]:
     """A remark when only one flush phase was run, since the slower of two has to count."""
     length = question.parameters["interval_length"]
-    tables = [question.tables[name].itertuples() for name in ("kernel_speedups", "roofs")]
+    tables = [question.tables[name].itertuples() for name in (speedup_table(question), "roofs")]
     run = {(r.device, r.model, r.batch_size, r.phase) for r in chain(*tables) if r.interval_length == length}
     alone = [r for r in rows if len({s for s in run if s[:3] == (r.device, r.model, r.batch_size)}) == 1]
     return [f"only {', '.join(sorted({r.phase for r in alone}))} flush phases"] if alone else []

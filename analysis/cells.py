@@ -25,6 +25,9 @@ CASE = ["experiment", "device", "device_kind", "model", "family", "state", "inpu
 CASE += ["phase", "threads", "timing", "arms"]
 """Columns that say what was run; every table of cells begins with them."""
 
+MODELS_CASE = ["weights", "context", "blocks"]
+"""More such columns where whole models were run."""
+
 LOUD_AA = 0.25
 """A/A noise above which no comparison of a cell is trusted: the machine did other work while it ran."""
 
@@ -43,7 +46,7 @@ def cells(records: Iterable[Record]) -> list[Cell]:
 
 def strongest(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that measured the same with another timing or another set of arms, the one with most rounds and arms."""
-    same = [c for c in [*CASE, "arm"] if c not in ("timing", "arms")]
+    same = [c for c in [*CASE, *MODELS_CASE, "arm"] if c not in ("timing", "arms") and c in frame.columns]
     ranked = frame.sort_values(["rounds", "arms"], ascending=False, kind="stable")
     return ranked.drop_duplicates(same).sort_index()
 

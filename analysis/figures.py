@@ -23,7 +23,7 @@ from analysis import gpu_figures, published, style
 from analysis.bearing import PAPER_CARDS
 from analysis.cells import strongest, weaknesses
 
-NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", *gpu_figures.NAMES)
+NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", "decode_by_batch", *gpu_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
 DODGE = 0.22
@@ -34,7 +34,9 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
     """Draw every figure for which there is something to show; returns their names in reading order."""
     speedups, roofs = strongest(tables["kernel_speedups"]), strongest(tables["roofs"])
     speedups = speedups[(speedups["kind"] != "stored") & speedups["speedup"].notna()]
-    failures = tables["failures"]
+    failures = tables["failures"][tables["failures"]["experiment"] == "kernel"]
+    models = strongest(tables["decode_speedups"])
+    models = models[(models["kind"] != "stored") & models["speedup"].notna() & models["blocks"].isna()]
     drawn = []
     with plt.rc_context(style.RC):
         style.save(speedup_by_batch(speedups, failures, paper), folder, "speedup_by_batch")
@@ -46,6 +48,9 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
         if len(speedups):
             style.save(speedup_by_interval(speedups, failures, paper), folder, "speedup_by_interval")
             drawn.append("speedup_by_interval")
+        if len(models):
+            style.save(decode_by_batch(models, paper), folder, "decode_by_batch")
+            drawn.append("decode_by_batch")
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
     return drawn
 
@@ -132,6 +137,28 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     return figure
 
 
+def decode_by_batch(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Speedup of whole models' decode steps by batch size at the shortest context, the published curves beside it."""
+    nothing = models.iloc[:0]
+    ours = _at(models, _lengths(models, nothing))
+    ours = ours[ours["context"] == ours.groupby([*style.FACET])["context"].transform("min")]
+    facets, looks = style.facets(ours), style.arm_look(list(ours["arm"]))
+    figure, axes = style.panels(style.rows(facets), _legend(ours, looks, published_curves=True, failed=False))
+    values: list[float] = []
+    for ax, facet in zip(axes, facets, strict=True):
+        device, model, state = facet
+        rows = style.of(ours, *facet)
+        batches = {1, 256, *(int(b) for b in rows["batch_size"])}
+        if state == PAPER_STATE:
+            values += _draw_published(ax, paper, model, batches, published.MODELS)
+        values += _draw_measured(ax, rows, nothing, "batch_size", looks)
+        style.doubling_axis(ax, sorted(batches), "batch size")
+        told = f"{rows['weights'].iloc[0]} weights, context {rows['context'].iloc[0]}"
+        style.heading(ax, style.title(model, paper), style.subtitle(rows, device, told))
+    _finish_speedups(axes, values)
+    return figure
+
+
 def traffic_curve(rows: pd.DataFrame, lengths: np.ndarray) -> np.ndarray | None:
     """Ideal speedup from bytes, ``2 S / (S (1 + 1/L) + r (L - 1) (1/2 + 1/L))``, at any interval length.
 
@@ -169,17 +196,19 @@ def _draw_measured(
     return [*rows["low"], *rows["high"], *allowed]
 
 
-def _draw_published(ax: Axes, paper: pd.DataFrame, model: str, batches: set[int]) -> list[float]:
+def _draw_published(
+    ax: Axes, paper: pd.DataFrame, model: str, batches: set[int], experiment: str = published.KERNEL
+) -> list[float]:
     """Published curves in grey with open markers, and the range over the paper's models in the panels of these alone;
     returns their values, adds their batch sizes.
     """
     values: list[float] = []
     if model in PAPER_CARDS:
-        batch, low, high = published.kernel_range(paper)
+        batch, low, high = published.four_models(paper, experiment)
         x = math.log2(batch)
         ax.plot([x, x], [low, high], color=style.MUTED, lw=5, alpha=0.35, solid_capstyle="butt", zorder=1)
         values += [low, high]
-    for card, part in published.kernel_curves(paper, model).items():
+    for card, part in published.curves(paper, model, experiment).items():
         batches |= {int(b) for b in part["batch_size"]}
         where = [math.log2(b) for b in part["batch_size"]]
         ax.plot(where, part["value"], ls="--", lw=1.2, marker="D", mfc="white", color=style.MUTED, zorder=2)
@@ -347,4 +376,4 @@ def _lines_by_row(frame: pd.DataFrame, facets: list[style.Facet]) -> list[int]:
 
 
 def _curve_models(paper: pd.DataFrame) -> list[str]:
-    return [key for key in published.display_names(paper) if published.kernel_curves(paper, key)]
+    return [key for key in published.display_names(paper) if published.curves(paper, key)]

@@ -94,8 +94,11 @@ def record_faults(record: Record) -> list[Fault]:
     rounds = value(record, "timing", "rounds")
     if len(record.samples_ns) < rounds:
         faults.append(("rounds", f"{len(record.samples_ns)} rounds of samples, {rounds} asked"))
-    faults += _cycle_faults(record)
-    faults += _cold_faults(record)
+    if record.experiment == "decode":
+        faults += _generation_faults(record)
+    else:
+        faults += _cycle_faults(record)
+        faults += _cold_faults(record)
     if record.device_state.get("throttled"):
         faults.append(("throttled", "the device reported throttling"))
     return faults
@@ -190,6 +193,20 @@ def _cycle_faults(record: Record) -> list[Fault]:
     steps = asked * copies * cycles
     if record.layer_steps_per_sample != steps:
         return [("whole cycles", f"{record.layer_steps_per_sample} layer steps a sample counted, {steps} timed")]
+    return []
+
+
+def _generation_faults(record: Record) -> list[Fault]:
+    """A whole model's layers are cold by themselves; its samples must be differences by whole flush cycles."""
+    length, steps = value(record, "interval_length"), value(record, "steps")
+    used = number(record.timing_used, "interval_length")
+    if used != length or not is_count(steps) or steps % length or record.layer_steps_per_sample != steps:
+        told = f"{record.layer_steps_per_sample} model steps a sample at interval length {used}"
+        return [("whole cycles", f"{told}; {steps} at {length} asked")]
+    pairs = record.decode.get("generations_ns")
+    pairs = pairs if isinstance(pairs, list) else []
+    if [long - short for short, long in pairs] != [ns for of_round in record.samples_ns for ns in of_round]:
+        return [("whole cycles", "samples are not the differences of the recorded generations")]
     return []
 
 

@@ -20,7 +20,7 @@ from analysis.gates import case_faults, group_faults, is_count, number, record_f
 from analysis.stats import median_step_ns
 from experiments.measure.record import Record, read_lines
 
-EXPERIMENTS = ("kernel",)
+EXPERIMENTS = ("kernel", "decode")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-TUNED = "tuned vLLM native"
+TUNED, UNTOLD = "tuned vLLM native", "vLLM native (tuned or default not stated)"
+KERNEL, MODELS = "kernel_standard", "e2e_standard"
+"""Experiments of the published rows: one layer's step, and whole models'."""
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -30,16 +32,18 @@ def display_names(published: pd.DataFrame) -> dict[str, str]:
     return {key: re.sub(r"-A\d+B.*$", "", name.removeprefix("NVIDIA-")) for key, name in _names(published)}
 
 
-def kernel_curves(published: pd.DataFrame, model: str) -> dict[str, pd.DataFrame]:
-    """Kernel speedups over tuned baselines, fp32 state, interval length 16: card -> rows by batch size."""
-    rows = _kernel_rows(published)
-    rows = rows[(rows["key"] == model) & (rows["baseline"] == TUNED)]
+def curves(published: pd.DataFrame, model: str, experiment: str = KERNEL) -> dict[str, pd.DataFrame]:
+    """Speedups over tuned baselines, fp32 state, interval length 16: card -> rows by batch size. Of whole models also
+    those over a baseline of which the source does not say whether it was tuned."""
+    rows = _speedup_rows(published, experiment)
+    baselines = (TUNED,) if experiment == KERNEL else (TUNED, UNTOLD)
+    rows = rows[(rows["key"] == model) & rows["baseline"].isin(baselines)]
     return {str(card): part.sort_values("batch_size") for card, part in rows.groupby("hardware")}
 
 
-def kernel_range(published: pd.DataFrame) -> tuple[int, float, float]:
-    """Batch size, lowest and highest kernel speedup that the paper gives for its four models together."""
-    rows = _kernel_rows(published)
+def four_models(published: pd.DataFrame, experiment: str = KERNEL) -> tuple[int, float, float]:
+    """Batch size, lowest and highest speedup that the paper gives for its four models together."""
+    rows = _speedup_rows(published, experiment)
     rows = rows[rows["model"].str.startswith("range over 4")].dropna(subset=["value"])
     return int(rows["batch_size"].iloc[0]), float(rows["value"].min()), float(rows["value"].max())
 
@@ -49,10 +53,10 @@ def model_inferred(curve: pd.DataFrame) -> bool:
     return any("model" in fields.split(";") for fields in curve["inferred_fields"])
 
 
-def _kernel_rows(published: pd.DataFrame) -> pd.DataFrame:
-    kernel = (published["experiment"] == "kernel_standard") & (published["metric"] == "speedup")
+def _speedup_rows(published: pd.DataFrame, experiment: str) -> pd.DataFrame:
+    wanted = (published["experiment"] == experiment) & (published["metric"] == "speedup")
     setting = (published["state_dtype"] == "float32") & (published["interval_length"] == 16)
-    return published[kernel & setting & published["batch_size"].notna()]
+    return published[wanted & setting & published["batch_size"].notna()]
 
 
 def _names(published: pd.DataFrame) -> list[tuple[str, str]]:

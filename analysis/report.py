@@ -14,8 +14,13 @@ from analysis.rules import VERDICTS
 from analysis.tables import shown_columns, text
 
 ALWAYS = ("kernel_speedups", "roofs")
-TABLES = (("Speedups of kernels", "kernel_speedups"), ("Replay against each other arm", "kernel_pairs"))
-TABLES += (("Roofs", "roofs"), ("Time by ring length", "kernel_phases"))
+TABLES = (
+    ("Speedups of kernels", "kernel_speedups"),
+    ("Speedups of whole models", "decode_speedups"),
+    ("Replay against each other arm", "kernel_pairs"),
+    ("Roofs", "roofs"),
+    ("Time by ring length", "kernel_phases"),
+)
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
     "intervals. Grey, open: published, on another card and at L = 16; where a curve says so, its source names the card "
@@ -25,6 +30,9 @@ CAPTIONS = {
     "bandwidth": "Bytes moved over time beside the roof of each arm: reads at the measured read bandwidth, flushes and "
     "stored updates at that of an in-place update. Every case measures both anew; the bands reach from the lowest to "
     "the highest. Of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
+    "decode_by_batch": "Speedup of a whole model's decode step over the fastest stored arm of the same engine, by "
+    "batch size, at the shortest context that was run; 95 % intervals. Grey, open: published, on another card and in "
+    "another engine. Hollow points prove nothing, as above.",
     "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
     "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
     "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "

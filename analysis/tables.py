@@ -8,14 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import pairs, phases, roofs, speedups
+from analysis import decode, pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 from experiments.measure.record import Record
 
-NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "failures", "exclusions", "devices")
-WHOLE = ("ring_length", "batch_size", "interval_length", "threads", "arms", "processes", "rounds", "bytes", "runs")
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "decode_speedups")
+NAMES += ("failures", "exclusions", "devices")
+WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
+WHOLE += ("threads", "arms", "processes", "rounds", "bytes", "runs")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -33,6 +35,11 @@ NOTES = {
     "which the speedups rest on, are timed apart.",
     "devices": "Runs are cases in a process; their seconds hold compilation, checks, warm-up and rounds, not the start "
     "of the process.",
+    "decode_speedups": "A step is the difference of two generations of whole models, over the tokens by which they "
+    "differ. State share: the state-space layers' steps alone, timed in the same rounds, over the step; the rest is "
+    "what remains, products are the model's matrix products alone, without those of routed experts. Agreement: tokens "
+    "of the first steps that a row's likeliest tokens have in common with those of the group's first arm, in the worst "
+    "row; with random weights all arms are forced on one stream of tokens.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -41,7 +48,10 @@ NOTES = {
 
 def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     """Every table by name. Empty tables keep their columns."""
-    labels, found = device_labels(evidence), cells(evidence.records)
+    labels = device_labels(evidence)
+    found, models = (
+        cells(r for r in evidence.records if r.experiment == experiment) for experiment in ("kernel", "decode")
+    )
     failures = [
         case_columns(r, labels) | {"status": r.status, "message": one_line(r.message)} for r in evidence.failures
     ]
@@ -49,6 +59,7 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "kernel_speedups": ([r for c in found for r in speedups.speedup_rows(c, evidence, labels)], speedups.COLUMNS),
         "kernel_pairs": ([r for c in found for r in pairs.pair_rows(c, labels)], pairs.COLUMNS),
         "kernel_phases": ([r for c in found for r in phases.phase_rows(c, labels)], phases.COLUMNS),
+        "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
         "failures": (failures, FAILURE),
         "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),

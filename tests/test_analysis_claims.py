@@ -260,7 +260,8 @@ def test_claims_about_bytes_say_that_nothing_was_measured(tmp_path):
 def test_what_a_rule_reads_is_written_by_the_command_beside_it():
     for claim in claims.read(CLAIMS):
         if claim.rule not in ("not_run", "outside"):
-            assert claim.command.startswith("python -m experiments.kernel "), claim.id
+            experiment = "decode" if claim.parameters.get("table") == "decode_speedups" else "kernel"
+            assert claim.command.startswith(f"python -m experiments.{experiment} "), claim.id
 
 
 def test_arms_that_are_not_replay_never_count(tmp_path):
@@ -378,21 +379,21 @@ def test_published_numbers_are_readable_and_cite_public_sources():
     frame = published.read(PAPER)
     assert len(frame) > 300
     assert frame["source"].str.contains(r"^https://|^summary of the paper", regex=True).all()
-    assert published.kernel_range(frame) == (256, 1.46, 1.80)
+    assert published.four_models(frame) == (256, 1.46, 1.80)
     assert set(frame["experiment"]) >= {"kernel_standard", "e2e_standard", "e2e_spec", "precision_gpqa"}
 
 
 def test_published_curves_are_tuned_fp32_at_sixteen():
-    curves = published.kernel_curves(published.read(PAPER), "nemotron_3_nano_4b")
+    curves = published.curves(published.read(PAPER), "nemotron_3_nano_4b")
     assert list(curves) == ["H100"]
     assert list(curves["H100"]["batch_size"]) == [1, 8, 32, 128]
     assert list(curves["H100"]["value"]) == [0.73, 1.36, 1.69, 1.78]
-    assert published.kernel_curves(published.read(PAPER), "qwen3_5_4b") == {}
+    assert published.curves(published.read(PAPER), "qwen3_5_4b") == {}
 
 
 def test_a_model_that_was_inferred_from_its_card_proves_no_card():
     frame = published.read(PAPER)
-    assert published.model_inferred(published.kernel_curves(frame, "nemotron_3_nano_4b")["H100"])
+    assert published.model_inferred(published.curves(frame, "nemotron_3_nano_4b")["H100"])
     evidence = next(c.evidence for c in claims.read(CLAIMS) if c.id == "hardware-of-small-models")
     named = frame[(frame["hardware"] == "H100") & ~frame["inferred_fields"].str.contains("model")]
     for model, source in (("Qwen3.5-4B", "48792"), ("NVIDIA-Nemotron-3-Nano-4B", "47572")):

@@ -55,7 +55,7 @@ FAULTS = {
     "cold state": {"timing_used": {"rotated_bytes": int(4.9 * CACHE_BYTES)}},
     "throttled": {"device_state": {"throttled": True}},
     "case": {"case": {"batch_size": "64"}},
-    "experiment": {"experiment": "decode"},
+    "experiment": {"experiment": "other"},
 }
 
 

@@ -1,0 +1,64 @@
+"""Rows of whole models: a decode step of every arm against the fastest stored arm that was timed in the same rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from analysis import speedups
+from analysis.cells import CASE, MODELS_CASE, Cell, digits
+from analysis.gates import number, value
+from analysis.load import Evidence
+from experiments.measure.record import Record
+
+RENAMED = {"step_us": "step_ms", "baseline_us": "baseline_ms"}
+LEFT_OUT = ("kind", "ideal_bytes", "ideal_roof", "interval_over", "remarks")
+COLUMNS = [*CASE, *MODELS_CASE, "arm", "kind"]
+COLUMNS += [RENAMED.get(c, c) for c in speedups.COLUMNS if c not in (*CASE, "arm", *LEFT_OUT)]
+COLUMNS += ["tokens_per_s", "state_share", "baseline_state_share", "rest_ms", "products_ms", "peak_gib"]
+COLUMNS += ["rows_that_differ", "agreement_length", "logprob_drift", "ideal_roof", "interval_over", "remarks"]
+
+
+def decode_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
+    """As `speedups.speedup_rows`, in milliseconds of a model step, with what a whole model has beside its kernels."""
+    return [row | _whole(cell, row) for row in speedups.speedup_rows(cell, evidence, labels)]
+
+
+def _whole(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
+    records = [arms[row["arm"]] for arms in cell.values() if row["arm"] in arms]
+    baselines = [
+        arms[name] for arms in cell.values() for name in str(row.get("baseline")).split(" or ") if name in arms
+    ]
+    everyone = [record for arms in cell.values() for record in arms.values()]
+    first, step_ms, share = records[0], row["step_us"] / 1e3, _mean(records, "state_share")
+    products = [ns for r in everyone for ns in r.decode.get("products_ns", []) if isinstance(ns, int)]
+    agreements = [r.decode["agreement"] for r in records if isinstance(r.decode.get("agreement"), dict)]
+    drifts = [number(found.get("logprob_drift"), "max") for found in agreements]
+    peaks = [r.peak_memory_bytes for r in records if r.peak_memory_bytes]
+    return {
+        "weights": "random" if value(first, "weights") == "random" else "checkpoint",
+        "context": value(first, "context"),
+        "blocks": value(first, "blocks") or None,
+        "step_ms": digits(step_ms),
+        "baseline_ms": digits(row["baseline_us"] / 1e3) if row.get("baseline_us") else None,
+        "tokens_per_s": digits(row["batch_size"] / step_ms * 1e3),
+        "state_share": share,
+        "baseline_state_share": _mean(baselines, "state_share"),
+        "rest_ms": None if share is None else digits(step_ms * (1 - share)),
+        "products_ms": digits(float(np.median(products)) / 1e6) if products else None,
+        "peak_gib": digits(max(peaks) / 2**30) if peaks else None,
+        "rows_that_differ": _worst(max, [number(found, "rows_that_differ") for found in agreements]),
+        "agreement_length": _worst(min, [number(found.get("agreement_length"), "min") for found in agreements]),
+        "logprob_drift": _worst(max, drifts),
+    }
+
+
+def _mean(records: list[Record], name: str) -> float | None:
+    found = [share for r in records if (share := number(r.decode, name)) is not None]
+    return digits(float(np.mean(found))) if found else None
+
+
+def _worst(choose: Any, found: list[float | None]) -> float | None:
+    known = [number for number in found if number is not None]
+    return digits(choose(known)) if known else None

@@ -1,0 +1,116 @@
+"""Records of whole models: their gates, their table, their claims and their figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import GPU, MODEL_ARMS, MODEL_STEPS, case_hash, decode_group, write
+
+from analysis import claims, figures, published, rules, tables
+from analysis.load import Evidence, load
+from experiments.measure.record import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "results" / "paper"
+
+
+def processes(count: int = 3, **options: Any) -> list[list[Record]]:
+    return [decode_group(replicate=n, seed=n, **options) for n in range(count)]
+
+
+def evidence(folder: Path, *groups: list[Record]) -> Evidence:
+    return load([write(folder, *groups)])
+
+
+def test_a_model_has_a_row_with_what_is_beside_its_kernels(tmp_path: Path) -> None:
+    found = tables.build(evidence(tmp_path, *processes()))
+    assert len(found["kernel_speedups"]) == len(found["roofs"]) == len(found["exclusions"]) == 0
+    (row,) = found["decode_speedups"].itertuples()
+    assert (row.arm, row.baseline, row.verdict) == ("replay/triton", "stored/triton", "FASTER")
+    assert row.speedup == pytest.approx(1.4, rel=0.02)
+    assert row.baseline_ms / row.step_ms == pytest.approx(1.4, rel=0.05)
+    assert row.tokens_per_s == pytest.approx(256 / row.step_ms * 1e3, rel=1e-3)
+    assert (row.state_share, row.baseline_state_share) == (0.5, 0.75)
+    assert row.rest_ms == pytest.approx(row.step_ms / 2, rel=1e-3)
+    assert (row.products_ms, row.peak_gib) == (2.5, 60)
+    assert (row.rows_that_differ, row.agreement_length, row.logprob_drift) == (3, 5, 0.01)
+    assert (row.weights, row.context) == ("random", 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"layer_steps_per_sample": MODEL_STEPS - 1}, "63 model steps a sample at interval length 16; 64 at 16 asked"),
+        ({"timing_used": {"interval_length": 8}}, "at interval length 8; 64 at 16 asked"),
+        ({"decode": {"generations_ns": [[1, 2]]}}, "samples are not the differences of the recorded generations"),
+        ({"decode": {}}, "samples are not the differences of the recorded generations"),
+    ],
+)
+def test_samples_are_differences_by_whole_cycles(tmp_path: Path, changes: dict[str, Any], detail: str) -> None:
+    records = [dataclasses.replace(r, **changes) for r in decode_group()]
+    found = evidence(tmp_path, records)
+    assert found.records == []
+    assert {e.gate for e in found.exclusions} == {"whole cycles"}
+    assert all(e.detail.endswith(detail) for e in found.exclusions)
+
+
+def test_a_length_that_no_cycle_divides_is_refused(tmp_path: Path) -> None:
+    found = evidence(tmp_path, decode_group(fields={"steps": 63}))
+    assert {e.gate for e in found.exclusions} == {"whole cycles"}
+
+
+def evaluated(found: Evidence) -> dict[str, Any]:
+    built = tables.build(found)
+    table = claims.evaluate(claims.read(PAPER / "claims.toml"), built, found, ROOT)
+    return {row.id: row for row in table.itertuples()}
+
+
+def test_claims_of_whole_models_rest_on_their_own_table(tmp_path: Path) -> None:
+    everything = [
+        *processes(),
+        *processes(model="qwen3_5_4b"),
+        *processes(batch=1, arms=MODEL_ARMS | {"replay/triton": 1.0}),
+    ]
+    found = evaluated(evidence(tmp_path, *everything))
+    whole, one = found["decode-range"], found["batch-one-decode"]
+    assert whole.verdict == rules.SUPPORTED
+    assert "nemotron_3_nano_4b, batch 256" in whole.ours
+    assert "card: NVIDIA H200; weights: random, tokens forced; models not run: " in whole.differed
+    assert one.verdict == rules.SUPPORTED
+    assert "batch 1" in one.ours
+    assert found["kernel-range"].verdict == rules.NOT_RUN
+
+
+@pytest.mark.parametrize("fields", [{"context": 32768}, {"blocks": 8}])
+def test_long_contexts_and_parts_of_a_model_bear_on_no_claim(tmp_path: Path, fields: dict[str, int]) -> None:
+    assert evaluated(evidence(tmp_path, *processes(fields=fields)))["decode-range"].verdict == rules.NOT_RUN
+
+
+def test_random_weights_reproduce_nothing_even_on_the_papers_card(tmp_path: Path) -> None:
+    card = GPU | {"name": "NVIDIA H100 80GB HBM3"}
+    found = evaluated(evidence(tmp_path, *processes(device=card)))["decode-range"]
+    assert found.verdict == rules.SUPPORTED
+    mine = processes(device=card, fields={"weights": "/models/nano"})
+    assert evaluated(evidence(tmp_path / "own", *mine))["decode-range"].verdict == rules.PARTLY
+
+
+def test_the_figure_shows_models_beside_the_published_curves(tmp_path: Path) -> None:
+    groups = [g for batch in (1, 64, 256) for g in processes(batch=batch)]
+    groups += processes(batch=64, fields={"context": 4096}, arms=MODEL_ARMS | {"replay/triton": 0.5})
+    built = tables.build(evidence(tmp_path, *groups))
+    paper = published.read(PAPER / "published.csv")
+    assert "decode_by_batch" in figures.draw(built, paper, tmp_path / "figures")
+    figure = figures.decode_by_batch(built["decode_speedups"], paper)
+    (ax,) = figure.axes
+    heights = [y for line in ax.get_lines() for y in line.get_ydata()]
+    assert 1.47 in heights  # published, batch 256
+    assert max(heights) < 1.8  # the longer context, twice as fast, is not drawn
+    assert any("random weights, context 16" in text.get_text() for text in ax.texts)
+
+
+def test_the_hash_of_a_case_covers_what_only_models_have() -> None:
+    assert case_hash(decode_group()[0].case) == decode_group()[0].case_hash
+    assert decode_group()[0].case_hash != decode_group(fields={"context": 17})[0].case_hash
