@@ -114,8 +114,8 @@ def test_an_overridden_timing_changes_the_name() -> None:
     def name(*overrides: str) -> str:
         return case_from_config(compose("kernel", "device=cuda", *overrides)).timing.name
 
-    assert name("timing=gpu", "timing.rounds=10", "timing.warmup_limit_s=1.5") == "gpu+rounds=10+warmup_limit_s=1.5"
-    assert name("timing=gpu", "timing.rounds=15", "timing.warmup_limit_s=10") == "gpu"
+    assert name("timing=gpu", "timing.rounds=15", "timing.warmup_limit_s=10") == "gpu+rounds=15+warmup_limit_s=10"
+    assert name("timing=gpu", "timing.rounds=10", "timing.warmup_limit_s=1.5") == "gpu"
     beside = ("timing.replicates=1", "timing.timeout_s=9", "timing.phase_rounds=5")
     assert name("timing=gpu", *beside) == "gpu"
     assert name("timing=smoke", "timing.name=gpu") == "gpu+rounds=3+warmup_limit_s=0.5+warmup_tolerance=0.1"
