@@ -91,10 +91,10 @@ def _replay_few(geometry: Geometry) -> list[Launch]:
     whole = _tiles(geometry, 16)
     other = {"registers": 168} if geometry.family == "kda" else {"eager": True}
     shapes = itertools.product(((8, 1), (16, 1), (16, 2), (32, 2)), (8, 32), ({}, other))
-    walks = itertools.product((2, -(-whole // 2), whole), (1, 2), (None, 168))
+    walks = itertools.product((-(-whole // 4), -(-whole // 2), whole), (1, 2), (None, 168))
     return [
         *(Launch(rows, 1, warps, lanes, stages=1, **more) for (rows, warps), lanes, more in shapes),
-        *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, warps, cap in walks),
+        *(Launch(16, tiles, warps, 8, 3 if tiles > 1 else 1, registers=cap) for tiles, warps, cap in walks),
         *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
         *(Launch(32, -(-whole // 2), 2, 8, 3, registers=cap) for cap in (None, 128)),
     ]
