@@ -1,10 +1,10 @@
 """``python -m analysis [--records DIR ...] [--out DIR] [--check]``: tables, figures, claims and report from records.
 
-Reads every ``*.jsonl`` file of the record folders and writes ``tables/``, ``figures/`` and ``report/`` below the output
-folder; of the files there it removes only those that it could have written itself. ``--check`` writes nothing: it
-rebuilds in a temporary folder and exits with 1, naming the files, when an output differs from what is there, is
-missing, or should not be there. PNG files are compared by their pixels, since compression differs between machines, all
-others by their bytes.
+Reads every ``*.jsonl`` and ``*.jsonl.gz`` file of the record folders and writes ``tables/``, ``figures/`` and
+``report/`` below the output folder; of the files there it removes only those that it could have written itself.
+``--check`` writes nothing: it rebuilds in a temporary folder and exits with 1, naming the files, when an output differs
+from what is there, is missing, or should not be there. PNG files are compared by their pixels, since compression
+differs between machines, all others by their bytes.
 """
 
 from __future__ import annotations

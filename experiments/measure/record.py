@@ -15,8 +15,10 @@ short and is not used.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +188,8 @@ class Record:
     def to_json(self) -> str:
         """One line without a newline. Raises ``ValueError`` on a NaN or infinity, which JSON cannot hold."""
         data = {"schema": self.schema, "id": self.id} | dataclasses.asdict(self)
+        if not self.decode:
+            del data["decode"]
         if self.schema != SCHEMA:
             del data["layers_memory_bytes"]
             data["peak_memory_bytes"] = data.pop("group_peak_memory_bytes")
@@ -226,11 +230,19 @@ class Record:
 def read_lines(folder: Path) -> Iterator[tuple[Path, int, str | None]]:
     """``(file, line number, text)`` of every line with something in it in ``*.jsonl`` below ``folder``, at any depth.
 
-    The text is None for a tail that was cut short: every whole line ends with a newline. Bytes that are no UTF-8 become
-    surrogates, which ``Record.from_json`` refuses. A folder that does not exist holds no lines.
+    So too in ``*.jsonl.gz``, which gzip makes of files that grow no more. The text is None for a tail that was cut
+    short, since every whole line ends with a newline, and for a compressed file that is damaged. Bytes that are not
+    UTF-8 become surrogates, which ``Record.from_json`` refuses. A folder that does not exist holds no lines.
     """
-    for path in sorted(folder.rglob("*.jsonl")) if folder.is_dir() else []:
-        *lines, tail = path.read_bytes().split(b"\n")
+    for path in sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")]):
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            try:
+                data = gzip.decompress(data)
+            except (OSError, EOFError, zlib.error):
+                yield path, 1, None
+                continue
+        *lines, tail = data.split(b"\n")
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield path, number, line.decode(errors="surrogateescape")
