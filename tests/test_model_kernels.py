@@ -17,7 +17,8 @@ from replayssm.kernels.triton import pointwise
 from replayssm.kernels.triton.attention import attend
 from replayssm.models.cache import ModelCache, StoredStates
 from replayssm.models.decoding import Decoding
-from replayssm.models.layers import rms
+from replayssm.models.layers import RMSNorm, join, linear, project, rms
+from replayssm.models.qwen3_5 import norm_rotate, rotate
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -48,10 +49,50 @@ def test_gated_norms_are_the_plain_ones() -> None:
     close(pointwise.norm_then_gate(y, gate, weight, 1e-6), rms(y, 1e-6) * weight * F.silu(gate))
 
 
+def test_a_sum_and_its_norm_are_the_plain_ones() -> None:
+    x, more, weight = draw(3, 1, 50), draw(3, 1, 90, seed=1)[..., :50], draw(50, seed=2)
+    total, normed = pointwise.add_norm(x, more, weight, 1e-5, 1.0)
+    close(total, x + more)
+    close(normed, rms(x + more, 1e-5) * (weight + 1.0))
+
+
+@pytest.mark.parametrize("turned", [4, 12])
+def test_turned_heads_are_the_plain_ones(turned: int) -> None:
+    x, weight, angle = draw(3, 1, 5, 24)[..., :12], draw(12, seed=1), draw(3, 1, 1, turned // 2, seed=2)
+    rotary = (angle.cos(), angle.sin())
+    norm = RMSNorm(12, 1e-6, 1.0).to(DEVICE)
+    norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+    expected = rotate(rms(x, 1e-6) * (weight + 1.0), rotary)
+    close(pointwise.norm_rotate(x, weight, rotary, 1e-6, 1.0), expected)
+    close(norm_rotate(x, norm, rotary), expected)
+
+
 def test_activations_are_the_plain_ones() -> None:
-    x, up = draw(3, 700), draw(3, 700, seed=1)
+    x, up = draw(3, 1500)[:, :1300], draw(3, 1300, seed=1)
     close(pointwise.squared_relu(x), F.relu(x).square())
     close(pointwise.swiglu(x, up), F.silu(x) * up)
+    heads, gate = draw(3, 1, 4, 12), draw(3, 1, 4, 40, seed=1)[..., :12]
+    close(pointwise.sigmoid_gated(heads, gate), heads * torch.sigmoid(gate))
+
+
+def test_matrices_side_by_side_are_one_product() -> None:
+    module = torch.nn.ModuleDict({name: linear(12, width) for name, width in (("a", 5), ("b", 3), ("c", 7))})
+    x = draw(2, 1, 12).cpu()
+    join(module, "a", "b")
+    for seed, layer in enumerate(module.values()):
+        layer.weight.data.copy_(draw(*layer.weight.shape, seed=seed))
+    apart = [layer(x) for layer in module.values()]
+    for layer in module.values():
+        layer.requires_grad_(False)
+    joined = project(x, module["a"], module["b"])
+    assert joined[0]._base is not None
+    assert joined[0]._base is joined[1]._base
+    assert all(part._base is None for part in project(x, module["b"], module["c"]))
+    for found, expected in zip((*joined, *project(x, module["b"], module["c"])), (*apart[:2], *apart[1:]), strict=True):
+        torch.testing.assert_close(found, expected)
+    module["a"].weight.requires_grad_(True)
+    project(x, module["a"], module["b"])[0].sum().backward()
+    assert module["a"].weight.grad is not None
 
 
 class Past:

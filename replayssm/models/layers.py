@@ -15,6 +15,27 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Products of ``x`` with several matrices: one product where they lie side by side in memory."""
+    weights, sizes = [linear.weight for linear in linears], [linear.out_features for linear in linears]
+    start, side_by_side = weights[0].data_ptr(), not weights[0].requires_grad
+    for linear in linears:
+        side_by_side &= linear.weight.data_ptr() == start and linear.bias is None
+        start += linear.weight.nbytes
+    if not side_by_side:
+        return tuple(linear(x) for linear in linears)
+    whole = weights[0].as_strided((sum(sizes), x.shape[-1]), (x.shape[-1], 1))
+    return F.linear(x, whole).split(sizes, dim=-1)
+
+
+def join(module: nn.Module, *names: str) -> None:
+    """Put the matrices of a module's layers side by side in memory, for `project`; their values are lost."""
+    weights: list[Tensor] = [getattr(module, name).weight for name in names]
+    whole = torch.empty(sum(map(len, weights)), weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
+    for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+
+
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias)
 
@@ -33,6 +54,16 @@ class RMSNorm(nn.Module):
 
             return rms_norm(x, self.weight, self.eps, self.offset)
         return (rms(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
+
+    def add(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + more`` and its norm; with None of ``x``."""
+        if more is None:
+            return x, self(x)
+        if fused(x):
+            from replayssm.kernels.triton.pointwise import add_norm
+
+            return add_norm(x, more, self.weight, self.eps, self.offset)
+        return x + more, self(x + more)
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
@@ -75,12 +106,23 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if fused(gate):
         from replayssm.kernels.triton import pointwise
 
-        return pointwise.swiglu(gate.contiguous(), up.contiguous())
+        return pointwise.swiglu(gate, up)
     return F.silu(gate) * up
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``sigmoid(gate) x``."""
+    if fused(x):
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.sigmoid_gated(x, gate)
+    return x * torch.sigmoid(gate)
 
 
 class GatedMLP(nn.Module):
     """SwiGLU."""
+
+    joined = (("gate_proj", "up_proj"),)
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -89,7 +131,7 @@ class GatedMLP(nn.Module):
         self.down_proj = linear(intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class SquaredReluMLP(nn.Module):

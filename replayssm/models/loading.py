@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from replayssm.models.decoder import Decoder, draw_steps
-from replayssm.models.layers import RMSNorm
+from replayssm.models.layers import RMSNorm, join
 from replayssm.models.nemotron_h import NemotronH, NemotronHConfig
 from replayssm.models.options import ModelError, Options
 from replayssm.models.qwen3_5 import Qwen35, Qwen35Config
@@ -92,7 +92,11 @@ def empty_model(config: Config, dtype: torch.dtype = torch.bfloat16, device: tor
             owner, _, last = name.rpartition(".")
             kept_wide = torch.nn.Parameter(parameter.to(torch.float32), requires_grad=False)
             model.get_submodule(owner).register_parameter(last, kept_wide)
-    return model.to_empty(device=device)
+    model.to_empty(device=device)
+    for module in model.modules():
+        for names in getattr(module, "joined", ()):
+            join(module, *names)
+    return model
 
 
 def config_from_folder(folder: str | Path) -> Config:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from replayssm.geometry import Geometry
 from replayssm.models import layers
 from replayssm.models.decoder import Decoder, section
-from replayssm.models.layers import RMSNorm, SquaredReluMLP, gated_norm, linear, squared_relu
+from replayssm.models.layers import RMSNorm, SquaredReluMLP, gated_norm, linear, project, squared_relu
 from replayssm.models.options import Options
 from replayssm.recurrence import mamba2
 
@@ -174,14 +174,14 @@ class Backbone(nn.Module):
         self.norm_f = RMSNorm(c.hidden_size, c.layer_norm_epsilon)
 
     def forward(self, tokens: Tensor, past: Any) -> Tensor:
-        x = self.embeddings(tokens)
+        x, more = self.embeddings(tokens), None
         for block in self.layers:
-            x = block(x, past)
-        return self.norm_f(x)
+            x, more = block(x, more, past)
+        return self.norm_f.add(x, more)[1]
 
 
 class Block(nn.Module):
-    """Norm, mixer, residual. ``number`` of a mixer counts those of its kind."""
+    """Residual, norm, mixer. ``number`` of a mixer counts those of its kind."""
 
     def __init__(self, c: NemotronHConfig, index: int) -> None:
         super().__init__()
@@ -199,9 +199,10 @@ class Block(nn.Module):
             self.mixer = SquaredReluMLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
         self.needs_past = kind in ("linear_attention", "full_attention")
 
-    def forward(self, x: Tensor, past: Any) -> Tensor:
-        normed = self.norm(x)
-        return x + (self.mixer(normed, past) if self.needs_past else self.mixer(normed))
+    def forward(self, x: Tensor, more: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
+        """The stream with ``more``, what the last block adds to it; and what this one adds."""
+        x, normed = self.norm.add(x, more)
+        return x, self.mixer(normed, past) if self.needs_past else self.mixer(normed)
 
 
 class Mamba2(nn.Module):
@@ -239,6 +240,8 @@ class Mamba2(nn.Module):
 
 
 class Attention(nn.Module):
+    joined = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, c: NemotronHConfig, number: int) -> None:
         super().__init__()
         self.number, self.head_dim = number, c.head_dim
@@ -248,7 +251,8 @@ class Attention(nn.Module):
         self.o_proj = linear(c.num_attention_heads * c.head_dim, c.hidden_size)
 
     def forward(self, x: Tensor, past: Any) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        parts = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return self.o_proj(past.attend(self.number, q, k, v).flatten(-2))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from replayssm.geometry import Geometry
 from replayssm.models import layers
 from replayssm.models.decoder import Decoder, section
-from replayssm.models.layers import GatedMLP, RMSNorm, linear, norm_then_gate, swiglu
+from replayssm.models.layers import GatedMLP, RMSNorm, fused, linear, norm_then_gate, project, sigmoid_gated, swiglu
 from replayssm.models.options import Options
 from replayssm.recurrence import gdn
 
@@ -186,9 +186,10 @@ class TextModel(nn.Module):
     def forward(self, tokens: Tensor, past: Any) -> Tensor:
         x = self.embed_tokens(tokens)
         rotary = self._rotary(past.positions, x.dtype)
+        more = None
         for layer in self.layers:
-            x = layer(x, past, rotary)
-        return self.norm(x)
+            x, more = layer(x, more, past, rotary)
+        return self.norm.add(x, more)[1]
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[B,T,1,R/2]`` for the R rotated elements of a head."""
@@ -213,14 +214,20 @@ class Layer(nn.Module):
             self.self_attn = Attention(c, number)
         self.mlp = MixtureOfExperts(c) if c.num_experts else GatedMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, x: Tensor, past: Any, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        normed = self.input_layernorm(x)
-        x = x + (self.linear_attn(normed, past) if self.is_linear else self.self_attn(normed, past, rotary))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(
+        self, x: Tensor, more: Tensor | None, past: Any, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The stream with ``more``, what the last layer's MLP adds to it, and with the mixer; and what the MLP adds."""
+        x, normed = self.input_layernorm.add(x, more)
+        mixed = self.linear_attn(normed, past) if self.is_linear else self.self_attn(normed, past, rotary)
+        x, normed = self.post_attention_layernorm.add(x, mixed)
+        return x, self.mlp(normed)
 
 
 class GatedDeltaNet(nn.Module):
     """Projections to convolved q, k, v, to gate z, and to decay a and step b; recurrence; norm of each head, gated."""
+
+    joined = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),)
 
     def __init__(self, c: Qwen35Config, number: int) -> None:
         super().__init__()
@@ -240,9 +247,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = linear(self.values, c.hidden_size)
 
     def forward(self, x: Tensor, past: Any) -> Tensor:
-        channels = past.convolve(self.number, self.in_proj_qkv(x), self.conv1d.weight, None)
+        channels, z, beta, g = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        channels = past.convolve(self.number, channels, self.conv1d.weight, None)
         q, k, v = channels.split([self.keys, self.keys, self.values], dim=-1)
-        g, beta = self.in_proj_a(x), self.in_proj_b(x)
         if not past.takes_raw:
             g, beta = gdn.gates(g, beta, self.A_log, self.dt_bias)
         inputs = gdn.Inputs(
@@ -253,12 +260,14 @@ class GatedDeltaNet(nn.Module):
             beta=beta,
         )
         o = past.recur(self.number, inputs, dt_bias=self.dt_bias, A_log=self.A_log)
-        z = self.in_proj_z(x).unflatten(-1, (self.value_heads, -1))
+        z = z.unflatten(-1, (self.value_heads, -1))
         return self.out_proj(norm_then_gate(o, z, self.norm.weight, self.eps).flatten(-2))
 
 
 class Attention(nn.Module):
     """Grouped-query attention; the query projection holds, head by head, the query and the gate of the output."""
+
+    joined = (("q_proj", "k_proj", "v_proj"),)
 
     def __init__(self, c: Qwen35Config, number: int) -> None:
         super().__init__()
@@ -271,11 +280,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, offset=1.0)
 
     def forward(self, x: Tensor, past: Any, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        out = past.attend(self.number, q, k, v) * torch.sigmoid(gate)
-        return self.o_proj(out.flatten(-2))
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))
+        q, k = norm_rotate(q, self.q_norm, rotary), norm_rotate(k, self.k_norm, rotary)
+        return self.o_proj(sigmoid_gated(past.attend(self.number, q, k, v), gate).flatten(-2))
 
 
 class MixtureOfExperts(nn.Module):
@@ -322,6 +331,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         probability, index = F.linear(x, self.weight).float().softmax(-1).topk(self.top_k, dim=-1)
         return index, (probability / probability.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def norm_rotate(x: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """`rotate` behind the norm of each head of ``x [B,T,H,D]``."""
+    if fused(x) and len(x) == len(rotary[0]) and x.shape[1] == 1:
+        from replayssm.kernels.triton import pointwise
+
+        return pointwise.norm_rotate(x, norm.weight, rotary, norm.eps, norm.offset)
+    return rotate(norm(x), rotary)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,7 +23,13 @@ CHANNELS = 256
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """``x [...,W]`` over its root mean square, scaled by ``weight [W] + offset``."""
-    return _norm(x, None, weight, eps, offset, groups=1, gate_first=False)
+    return _norm(x, None, weight, eps, offset)
+
+
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """``(x + more, rms_norm(x + more))``, each ``[...,W]``."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, _norm(x, None, weight, eps, offset, more=more, total=total)
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
@@ -33,17 +39,47 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int)
 
 def norm_then_gate(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm of each head of ``y [...,H,V]``, scaled by ``weight [V]``, times silu of ``gate [...,H,V]``: GDN's."""
-    return _norm(y, gate, weight, eps, 0.0, groups=1, gate_first=False)
+    return _norm(y.flatten(-2), gate.flatten(-2), weight, eps, 0.0, groups=y.shape[-2]).view(y.shape)
+
+
+def norm_rotate(x: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor], eps: float, offset: float) -> Tensor:
+    """`rms_norm` of each head of ``x [B,1,H,D]``, its first R elements then turned, element i with element i + R/2, by
+    ``rotary``: cosines and sines ``[B,1,1,R/2]``, contiguous.
+    """
+    cos, sin = rotary
+    rows, _, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate_kernel[(rows, heads)](
+        out,
+        x,
+        weight,
+        cos,
+        sin,
+        x.stride(0),
+        x.stride(2),
+        size,
+        eps,
+        offset,
+        HALF=cos.shape[-1],
+        BLOCK=power_of_two(size),
+        num_warps=1,
+    )
+    return out
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """``relu(x)^2``, of ``x``'s shape."""
-    return _activation(x, None)
+    return _activation(x, None, "squared_relu")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) up``; both contiguous."""
-    return _activation(gate, up)
+    """``silu(gate) up``."""
+    return _activation(gate, up, "swiglu")
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``sigmoid(gate) x``."""
+    return _activation(gate, x, "sigmoid")
 
 
 def convolve(past: Tensor, channels: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> Tensor:
@@ -59,47 +95,74 @@ def convolve(past: Tensor, channels: Tensor, weight: Tensor, bias: Tensor | None
     return out
 
 
-def _norm(x, gate, weight, eps, offset, groups, gate_first):
+def _norm(x, gate, weight, eps, offset, groups=1, gate_first=False, more=None, total=None):
+    """Groups share a weight that is as wide as one of them."""
     width = x.shape[-1] // groups
     rows = x.reshape(-1, x.shape[-1])
-    gates = None if gate is None else gate.reshape(rows.shape)
+    gates, addends = (None if t is None else t.reshape(rows.shape) for t in (gate, more))
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     block = power_of_two(width)
     _norm_kernel[(len(rows), groups)](
         out,
         rows,
         gates,
+        addends,
+        total,
         weight,
         rows.stride(0),
         0 if gates is None else gates.stride(0),
+        0 if addends is None else addends.stride(0),
         width,
         eps,
         offset,
         GATE_FIRST=gate_first,
+        SHARED=weight.shape[-1] == width,
         BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
     )
     return out.view(x.shape)
 
 
-def _activation(x, up):
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _activation_kernel[(triton.cdiv(x.numel(), BLOCK),)](out, x, up, x.numel(), BLOCK=BLOCK)
-    return out
+def _activation(x, other, kind):
+    width = x.shape[-1]
+    rows, others = x.reshape(-1, width), None if other is None else other.reshape(-1, width)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _activation_kernel[(len(rows), triton.cdiv(width, BLOCK))](
+        out, rows, others, rows.stride(0), 0 if others is None else others.stride(0), width, KIND=kind, BLOCK=BLOCK
+    )
+    return out.view(x.shape)
 
 
 @triton.jit
 def _norm_kernel(
-    out, x, gate, weight, x_row, gate_row, width, eps, offset, GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    x,
+    gate,
+    more,
+    total,
+    weight,
+    x_row,
+    gate_row,
+    more_row,
+    width,
+    eps,
+    offset,
+    GATE_FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    column += group * width
+    place = tl.arange(0, BLOCK)
+    inside = place < width
+    column = place + group * width
+    own = row * tl.num_programs(1) * width + column
     dtype = out.dtype.element_ty
     v = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + (place if SHARED else column), mask=inside, other=0.0).to(tl.float32)
+    if more is not None:
+        v = v + tl.load(more + row * more_row + column, mask=inside, other=0.0).to(tl.float32)
+        v = v.to(dtype).to(tl.float32)
+        tl.store(total + own, v.to(dtype), mask=inside)
     if gate is not None:
         z = tl.load(gate + row * gate_row + column, mask=inside, other=0.0).to(tl.float32)
         z = z * sigmoid(z)
@@ -112,20 +175,43 @@ def _norm_kernel(
         v = (v.to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
         if not GATE_FIRST:
             v = v * z
-    tl.store(out + row * tl.num_programs(1) * width + column, v.to(dtype), mask=inside)
+    tl.store(out + own, v.to(dtype), mask=inside)
 
 
 @triton.jit
-def _activation_kernel(out, x, up, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    v = tl.load(x + at, mask=inside).to(tl.float32)
-    if up is None:
+def _rotate_kernel(out, x, weight, cos, sin, x_row, x_head, size, eps, offset, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    inside = d < size
+    dtype = out.dtype.element_ty
+    base = x + row * x_row + head * x_head
+    v = tl.load(base + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / size + eps)
+    v = (v * scale * (tl.load(weight + d, mask=inside, other=0.0).to(tl.float32) + offset)).to(dtype).to(tl.float32)
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    turned = d < 2 * HALF
+    u = tl.load(base + partner, mask=turned, other=0.0).to(tl.float32)
+    u = (u * scale * (tl.load(weight + partner, mask=turned, other=0.0).to(tl.float32) + offset)).to(dtype)
+    angle = row * HALF + tl.where(d < HALF, d, d - HALF)
+    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
+    v = v * c + tl.where(d < HALF, -s, s) * u.to(tl.float32)
+    tl.store(out + (row * tl.num_programs(1) + head) * size + d, v.to(dtype), mask=inside)
+
+
+@triton.jit
+def _activation_kernel(out, x, other, x_row, other_row, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    dtype = out.dtype.element_ty
+    v = tl.load(x + row * x_row + at, mask=inside).to(tl.float32)
+    if KIND == "squared_relu":
         v = tl.maximum(v, 0.0)
         v = v * v
     else:
-        v = (v * sigmoid(v)).to(out.dtype.element_ty).to(tl.float32) * tl.load(up + at, mask=inside).to(tl.float32)
-    tl.store(out + at, v.to(out.dtype.element_ty), mask=inside)
+        v = (v * sigmoid(v) if KIND == "swiglu" else sigmoid(v)).to(dtype).to(tl.float32)
+        v = v * tl.load(other + row * other_row + at, mask=inside).to(tl.float32)
+    tl.store(out + row * width + at, v.to(dtype), mask=inside)
 
 
 @triton.jit
