@@ -20,9 +20,9 @@ import hydra
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from experiments import decode, decode_case, kernel
 from experiments.app import CONFIGS, VERSION_BASE, to_plain
 from experiments.case import Case, arms_from_config, case_from_config
-from experiments.kernel import label
 from experiments.measure import runner
 from experiments.measure.journal import alone
 from experiments.measure.sources import ROOT
@@ -36,6 +36,10 @@ SWEEP = (
     (f"model={MODELS[0]}", "batch_size=64", "phase=staggered"),
 )
 DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
+WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
+"""Every folder in it is decoded with as well."""
+DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=128")
+BATCHES = (1, 16)
 
 
 def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
@@ -44,6 +48,16 @@ def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
         for overrides in SWEEP:
             config = to_plain(hydra.compose("kernel", [*DEFAULTS, *overrides]))
             yield case_from_config(config), arms_from_config(config)
+        for folder in sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json")):
+            for batch in BATCHES:
+                options = [*DECODE, f"weights={folder}", f"batch_size={batch}"]
+                config = to_plain(hydra.compose("decode", options))
+                yield decode_case.case_from_config(config), decode_case.decode_arms(config)
+
+
+def label_of(case: Case) -> str:
+    """The case in a few words."""
+    return decode.label(case) if isinstance(case, decode_case.DecodeCase) else kernel.label(case)
 
 
 def main() -> int:
@@ -81,7 +95,7 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
     total = sum(case.timing.replicates for cases in by_arms.values() for case in cases)
     waiting = [(arms, *left) for arms, cases in by_arms.items() for left in runner.pending(cases, arms, folder, repeat)]
     pending = sum(len(cases) for _, _, cases in waiting)
-    console.print(f"kernel experiment: {total} runs, {total - pending} recorded already in {folder}")
+    console.print(f"kernel and decode experiments: {total} runs, {total - pending} recorded already in {folder}")
     failures = 0
     columns = (
         TextColumn("{task.description}"),
@@ -95,7 +109,7 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
         bar = progress.add_task("starting", total=pending)
 
         def started(case: Case, replicate: int) -> None:
-            progress.update(bar, description=f"{label(case)}, replicate {replicate}")
+            progress.update(bar, description=f"{label_of(case)}, replicate {replicate}")
 
         def done(case: Case, replicate: int, outcome: runner.Outcome) -> None:
             nonlocal failures
@@ -103,9 +117,9 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
             for arm, (status, message, _) in outcome.items():
                 if status != "ok":
                     failures += status not in ("unsupported", "oom")
-                    progress.print(f"{label(case)}, {arm}: {status}: {message}")
+                    progress.print(f"{label_of(case)}, {arm}: {status}: {message}")
             if not console.is_terminal:
-                progress.print(f"done: {label(case)}, replicate {replicate}")
+                progress.print(f"done: {label_of(case)}, replicate {replicate}")
 
         watcher = runner.Watcher(started, done, enough=lambda: time.monotonic() > deadline)
         ran = [runner.run(n, cases, arms, folder, tuple(sys.argv), watcher) for arms, n, cases in waiting]

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -298,6 +299,14 @@ def _report(events: TextIO, **event: Any) -> None:
         os._exit(1)
 
 
+def _runner(case: Case) -> Callable[[Group], list[Record]]:
+    if case.experiment == "decode":
+        from experiments.measure.decode_worker import run_group as run_models
+
+        return run_models
+    return run_group
+
+
 def main() -> None:
     """Read the job, run its cases, report each."""
     events = os.fdopen(os.dup(1), "w", buffering=1)
@@ -311,17 +320,15 @@ def main() -> None:
     cases = [case_from_dict(data) for data in job["cases"]]
 
     torch.set_grad_enabled(False)
-    journal = Journal(Path(job["folder"]), cases[0].experiment)
-    run = run_group
-    if cases[0].experiment == "decode":
-        from experiments.measure.decode_worker import run_group as run
+    journals = {case.experiment: Journal(Path(job["folder"]), case.experiment) for case in cases}
     for number, case in enumerate(cases):
         _report(events, event="start", case=number)
-        records = run(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
+        records = _runner(case)(Group(case, tuple(job["arms"]), job["replicate"], tuple(job["argv"])))
         outcome = {record.arm: (record.status, record.message, _median_step_ns(record)) for record in records}
         with writing:
             if os.getppid() != parent:
                 return
+            journal = journals[case.experiment]
             journal.append(records)
             lost = not devices.of(case).works()
             _report(events, event="done", case=number, outcome=outcome, last=lost)
