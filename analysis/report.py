@@ -17,6 +17,7 @@ ALWAYS = ("kernel_speedups", "roofs")
 TABLES = (
     ("Speedups of kernels", "kernel_speedups"),
     ("Speedups of whole models", "decode_speedups"),
+    ("Whole models from their first blocks", "decode_depths"),
     ("Replay against each other arm", "kernel_pairs"),
     ("Roofs", "roofs"),
     ("Time by ring length", "kernel_phases"),

@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import decode, pairs, phases, roofs, speedups
+from analysis import decode, depths, pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 from experiments.measure.record import Record
 
-NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "decode_speedups")
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "decode_speedups", "decode_depths")
 NAMES += ("failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
 WHOLE += ("threads", "arms", "processes", "rounds", "bytes", "runs")
@@ -40,6 +40,9 @@ NOTES = {
     "what remains, products are the model's matrix products alone, without those of routed experts. Agreement: tokens "
     "of the first steps that a row's likeliest tokens have in common with those of the group's first arm, in the worst "
     "row; with random weights all arms are forced on one stream of tokens.",
+    "decode_depths": "Steps of the first blocks of a model, at depths in which every kind of block has its share, and "
+    "the line through them: milliseconds of a block, and of what is not blocks. Of the whole model it is an "
+    "extrapolation, not a measurement; where the whole was measured too, the error says how far off it is.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -60,6 +63,7 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "kernel_pairs": ([r for c in found for r in pairs.pair_rows(c, labels)], pairs.COLUMNS),
         "kernel_phases": ([r for c in found for r in phases.phase_rows(c, labels)], phases.COLUMNS),
         "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),
+        "decode_depths": (depths.depth_rows(models, labels), depths.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
         "failures": (failures, FAILURE),
         "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),
