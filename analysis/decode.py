@@ -16,8 +16,9 @@ RENAMED = {"step_us": "step_ms", "baseline_us": "baseline_ms"}
 LEFT_OUT = ("kind", "ideal_bytes", "ideal_roof", "interval_over", "remarks")
 COLUMNS = [*CASE, *MODELS_CASE, "arm", "kind"]
 COLUMNS += [RENAMED.get(c, c) for c in speedups.COLUMNS if c not in (*CASE, "arm", *LEFT_OUT)]
-COLUMNS += ["tokens_per_s", "state_share", "baseline_state_share", "rest_ms", "products_ms", "peak_gib"]
-COLUMNS += ["rows_that_differ", "agreement_length", "logprob_drift", "ideal_roof", "interval_over", "remarks"]
+COLUMNS += ["tokens_per_s", "state_share", "baseline_state_share", "rest_ms", "products_ms", "rest_floor_ms"]
+COLUMNS += ["peak_gib", "rows_that_differ", "agreement_length", "logprob_drift", "ideal_roof", "interval_over"]
+COLUMNS += ["remarks"]
 
 
 def decode_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
@@ -33,6 +34,7 @@ def _whole(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
     everyone = [record for arms in cell.values() for record in arms.values()]
     first, step_ms, share = records[0], row["step_us"] / 1e3, _mean(records, "state_share")
     products = [ns for r in everyone for ns in r.decode.get("products_ns", []) if isinstance(ns, int)]
+    floors = [floor for r in everyone if (floor := _rest_floor_ms(r)) is not None]
     agreements = [r.decode["agreement"] for r in records if isinstance(r.decode.get("agreement"), dict)]
     drifts = [number(found.get("logprob_drift"), "max") for found in agreements]
     peaks = [r.peak_memory_bytes for r in records if r.peak_memory_bytes]
@@ -47,11 +49,21 @@ def _whole(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
         "baseline_state_share": _mean(baselines, "state_share"),
         "rest_ms": None if share is None else digits(step_ms * (1 - share)),
         "products_ms": digits(float(np.median(products)) / 1e6) if products else None,
+        "rest_floor_ms": digits(float(np.mean(floors))) if floors else None,
         "peak_gib": digits(max(peaks) / 2**30) if peaks else None,
         "rows_that_differ": _worst(max, [number(found, "rows_that_differ") for found in agreements]),
         "agreement_length": _worst(min, [number(found.get("agreement_length"), "min") for found in agreements]),
         "logprob_drift": _worst(max, drifts),
     }
+
+
+def _rest_floor_ms(record: Record) -> float | None:
+    """Products alone, and what a step moves beside them and its states at the read bandwidth of the same run."""
+    products, between = record.decode.get("products_ns"), number(record.decode, "bytes_between")
+    rate = number(record.bandwidth.get("read"), "bytes_per_s")
+    if not products or between is None or not rate:
+        return None
+    return float(np.median(products)) / 1e6 + 1e3 * between / rate
 
 
 def _mean(records: list[Record], name: str) -> float | None:

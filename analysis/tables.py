@@ -37,9 +37,10 @@ NOTES = {
     "of the process.",
     "decode_speedups": "A step is the difference of two generations of whole models, over the tokens by which they "
     "differ. State share: the state-space layers' steps alone, timed in the same rounds, over the step; the rest is "
-    "what remains, products are the model's matrix products alone, without those of routed experts. Agreement: tokens "
-    "of the first steps that a row's likeliest tokens have in common with those of the group's first arm, in the worst "
-    "row; with random weights all arms are forced on one stream of tokens.",
+    "what remains. Products are the model's matrix products alone, without those of routed experts; the floor of the "
+    "rest adds what is moved between them at the read bandwidth of the run. Agreement: tokens of the first steps that "
+    "a row's likeliest have in common with those of the group's first arm, in the worst row; with random weights "
+    "all arms are forced on one stream of tokens.",
     "decode_depths": "Steps of the first blocks of a model, at depths in which every kind of block has its share, and "
     "the line through them: milliseconds of a block, and of what is not blocks. Of the whole model it is an "
     "extrapolation, not a measurement; where the whole was measured too, the error says how far off it is.",

@@ -40,7 +40,7 @@ class DecodeCase(Case):
     weights: str = RANDOM
     weights_digest: str = ""
     context: int = 16
-    steps: int = 256
+    steps: int = 128
     blocks: int = 0
     architecture: dict[str, Any] = field(default_factory=dict, hash=False)
 

@@ -36,6 +36,7 @@ def test_a_model_has_a_row_with_what_is_beside_its_kernels(tmp_path: Path) -> No
     assert (row.state_share, row.baseline_state_share) == (0.5, 0.75)
     assert row.rest_ms == pytest.approx(row.step_ms / 2, rel=1e-3)
     assert (row.products_ms, row.peak_gib) == (2.5, 60)
+    assert row.rest_floor_ms == pytest.approx(2.5 + 1e3 / 2**12, rel=1e-3)
     assert (row.rows_that_differ, row.agreement_length, row.logprob_drift) == (3, 5, 0.01)
     assert (row.weights, row.context) == ("random", 16)
 

@@ -84,6 +84,9 @@ def test_all_arms_of_a_case_are_recorded(family: str, phase: str) -> None:
     assert len(again) == 1
     assert again[0].arm.startswith("stored/")
     assert len(again[0].decode["products_ns"]) == of.timing.rounds
+    assert again[0].bandwidth["read"]["bytes_per_s"] > 1e6
+    conv = {"mamba2": 2 * (4 * 8 + 2 * 2 * 16), "gdn": 3 * (2 * 2 * 16 + 4 * 16)}[family] * 3 * 3 * 4 * 2
+    assert again[0].decode["bytes_between"] > conv
     experts = again[0].decode["routers"]
     assert (experts == {}) == (family == "mamba2")
     if experts:

@@ -23,11 +23,12 @@ from experiments.measure import devices
 from experiments.measure.assemble import Group, order_seed
 from experiments.measure.failures import LostError, status_of, told
 from experiments.measure.record import Correctness, Record
+from experiments.measure.runner import FALLBACK_CACHE_BYTES, PROBE_BYTES
 from experiments.measure.session import CHUNK, Session
 from experiments.measure.session_gates import Chosen, Trace, agreement, check, trace
 from experiments.measure.sources import arm_file
 from experiments.measure.timing import RaisedError, interleave, warm_up
-from experiments.measure.worker import AGAIN
+from experiments.measure.worker import AGAIN, fastest_probe
 from replayssm.engine import Memory, predict_memory
 from replayssm.models import Decoder, load_model, random_model
 
@@ -95,7 +96,7 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     device.begin(case)
     group.device = device.describe()
     memory, free = predicted(case, group.arms), device.free_bytes()
-    needed = needed_bytes(memory)
+    needed = needed_bytes(memory) + _probe_bytes(group)
     if free is not None and needed > MEMORY_SHARE * free:
         text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
         return [group.record(arm.name, "oom", text, decode={"memory": asdict(memory[arm.name])}) for arm in arms]
@@ -111,7 +112,11 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     for arm in arms:
         _checked(arm, case, "after")
     used = _used(case, device) | timed.get("used", {})
-    told_once = {"routers": routers, "products_ns": timed.get("products_ns", [])}
+    told_once = {
+        "routers": routers,
+        "products_ns": timed.get("products_ns", []),
+        "bytes_between": bytes_between(case, model),
+    }
     return [_record(arm, group, arms, memory[arm.name], used, timed, told_once) for arm in arms]
 
 
@@ -227,6 +232,10 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
 
     participants: dict[str, Any] = {arm.name: (arm.name, arm) for arm in arms}
     participants[PRODUCTS] = device.repeated(products(model, case.batch_size))
+    buffer = torch.ones(_probe_bytes(group) // 8 * 2, device=device.tensors)
+    probes = {name: run for name, (kind, run, _) in device.bandwidth_candidates().items() if kind == "read"}
+    participants |= {f"probe {name}": (lambda run=run: run(buffer)) for name, run in probes.items()}
+    moved = {name: run(buffer) for name, run in probes.items()}
     warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance, elapsed_ns)
     stored = [arm for arm in arms if arm.name.startswith("stored/")] or arms
     again = min(stored, key=lambda arm: warmed.last_ns[arm.name])
@@ -248,6 +257,7 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
         "samples": samples.elapsed_ns,
         "again": again.name,
         "products_ns": samples.elapsed_ns[PRODUCTS],
+        "bandwidth": {"read": fastest_probe(moved, samples), "buffer_bytes": buffer.nbytes},
         "used": {
             "warmup_rounds": warmed.rounds,
             "warmup_s": round(warmed.elapsed_s, 3),
@@ -274,6 +284,24 @@ def products(model: Decoder, rows: int) -> devices.Run:
 
     run()
     return run
+
+
+def bytes_between(case: DecodeCase, model: Decoder) -> int:
+    """What a step moves beside its states and products: the convolutions' memory, read and written; keys and values,
+    at the mean length of what is timed; the outputs and inputs of products, which what lies between them reads and
+    writes."""
+    layers, heads, size = model.attention
+    element, rows = model.embedding.element_size(), case.batch_size
+    conv = 2 * model.state_layers * rows * model.conv[0] * (model.conv[1] - 1) * element
+    length = case.context + case.interval_length + case.steps // 2
+    keys_values = 2 * layers * rows * heads * size * length * element
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    return conv + keys_values + rows * element * sum(m.in_features + m.out_features for m in linears)
+
+
+def _probe_bytes(group: Group) -> int:
+    cache = group.device.get("last_level_cache_bytes") or FALLBACK_CACHE_BYTES
+    return PROBE_BYTES if group.case.device == "cuda" else int(group.case.timing.cold_factor * cache)
 
 
 def _used(case: DecodeCase, device: devices.Cpu) -> dict[str, Any]:
@@ -326,6 +354,7 @@ def _record(
         again_samples_ns=tuple((ns,) for ns in again),
         layer_steps_per_sample=case.steps,
         group_peak_memory_bytes=devices.of(case).peak_memory_bytes(),
+        bandwidth=timed["bandwidth"] if is_again else {},
         decode=found | (told_once if is_again else {}),
     )
 

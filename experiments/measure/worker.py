@@ -211,7 +211,7 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
         "samples": {name: samples.elapsed_ns[name] for name in standing},
         "again": {again: samples.elapsed_ns[f"{again}{AGAIN}"]},
         "bandwidth": {
-            kind: _fastest_probe({n: moved[n] for n, (of_kind, _, _) in probes.items() if of_kind == kind}, samples)
+            kind: fastest_probe({n: moved[n] for n, (of_kind, _, _) in probes.items() if of_kind == kind}, samples)
             for kind in dict.fromkeys(of_kind for of_kind, _, _ in probes.values())
         }
         | {"buffer_bytes": buffer_bytes},
@@ -232,7 +232,7 @@ def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
     return min(stored or names, key=lambda name: last_ns[name])
 
 
-def _fastest_probe(moved: dict[str, int], samples: Samples) -> dict[str, Any]:
+def fastest_probe(moved: dict[str, int], samples: Samples) -> dict[str, Any]:
     """The kernel of highest median bandwidth, from the bytes it moves; the samples of all of them."""
     elapsed = {name: samples.elapsed_ns[f"probe {name}"] for name in moved}
     rates = {name: median(moved[name] / ns * 1e9 for ns in elapsed[name]) for name in moved}
