@@ -37,7 +37,7 @@ def _whole(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
     floors = [floor for r in everyone if (floor := _rest_floor_ms(r)) is not None]
     agreements = [r.decode["agreement"] for r in records if isinstance(r.decode.get("agreement"), dict)]
     drifts = [number(found.get("logprob_drift"), "max") for found in agreements]
-    peaks = [r.peak_memory_bytes for r in records if r.peak_memory_bytes]
+    peaks = [r.group_peak_memory_bytes for r in records if r.group_peak_memory_bytes]
     return {
         "weights": "random" if value(first, "weights") == "random" else "checkpoint",
         "context": value(first, "context"),

@@ -143,12 +143,14 @@ def decode_by_batch(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     ours = _at(models, _lengths(models, nothing))
     ours = ours[ours["context"] == ours.groupby([*style.FACET])["context"].transform("min")]
     facets, looks = style.facets(ours), style.arm_look(list(ours["arm"]))
-    figure, axes = style.panels(style.rows(facets), _legend(ours, looks, published_curves=True, failed=False))
+    of_paper = any(model in PAPER_CARDS and state == PAPER_STATE for _, model, state in facets)
+    legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=False)
+    figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
     for ax, facet in zip(axes, facets, strict=True):
         device, model, state = facet
         rows = style.of(ours, *facet)
-        batches = {1, 256, *(int(b) for b in rows["batch_size"])}
+        batches = {1, *(int(b) for b in rows["batch_size"])}
         if state == PAPER_STATE:
             values += _draw_published(ax, paper, model, batches, published.MODELS)
         values += _draw_measured(ax, rows, nothing, "batch_size", looks)

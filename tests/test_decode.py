@@ -79,7 +79,7 @@ def test_all_arms_of_a_case_are_recorded(family: str, phase: str) -> None:
             assert ns == long - short > 0
         assert record.decode["state_share"] > 0
         memory = record.decode["memory"]
-        assert memory["cache_held"] <= memory["keys_values"] + memory["conv"] + memory["states"]
+        assert 0 < record.layers_memory_bytes <= memory["keys_values"] + memory["conv"] + memory["states"]
     again = [r for r in records if r.again_samples_ns]
     assert len(again) == 1
     assert again[0].arm.startswith("stored/")

@@ -337,7 +337,7 @@ def _record(
         "state_share": state_step_ns / step_ns,
         "generations_ns": arm.generations_ns,
         "state_cycles_ns": arm.state_ns,
-        "memory": asdict(memory) | {"cache_held": arm.memory_bytes},
+        "memory": asdict(memory),
     }
     if arm is not first and arm.trace is not None and first.trace is not None:
         found["agreement"] = {"with": first.name} | agreement(arm.trace, first.trace, case.weights == RANDOM)
@@ -353,6 +353,7 @@ def _record(
         samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
         again_samples_ns=tuple((ns,) for ns in again),
         layer_steps_per_sample=case.steps,
+        layers_memory_bytes=arm.memory_bytes,
         group_peak_memory_bytes=devices.of(case).peak_memory_bytes(),
         bandwidth=timed["bandwidth"] if is_again else {},
         decode=found | (told_once if is_again else {}),
