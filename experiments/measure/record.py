@@ -27,7 +27,7 @@ from typing import Any
 SCHEMA = "replayssm.record/3"
 READABLE = ("replayssm.record/1", "replayssm.record/2", SCHEMA)
 """Records of version 1 lack ``phase_samples_ns``, which may be empty; before version 3 ``group_peak_memory_bytes`` was
-``peak_memory_bytes``, and stays so on their line.
+``peak_memory_bytes``, and stays so on their line, which has no ``decode``.
 """
 STATUSES = ("ok", "oom", "unsupported", "incorrect", "error", "timeout")
 MOMENTS = ("before", "after")
@@ -188,10 +188,8 @@ class Record:
     def to_json(self) -> str:
         """One line without a newline. Raises ``ValueError`` on a NaN or infinity, which JSON cannot hold."""
         data = {"schema": self.schema, "id": self.id} | dataclasses.asdict(self)
-        if not self.decode:
-            del data["decode"]
         if self.schema != SCHEMA:
-            del data["layers_memory_bytes"]
+            del data["layers_memory_bytes"], data["decode"]
             data["peak_memory_bytes"] = data.pop("group_peak_memory_bytes")
         for block, check in zip(data["correctness"], self.correctness, strict=True):
             block["passed"] = check.passed
