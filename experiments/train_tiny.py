@@ -285,7 +285,7 @@ def ship(model: hybrids.Hybrid, run: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     started, run = time.monotonic(), options(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # not warn_only: cuDNN's attention would then not be
     torch.utils.deterministic.fill_uninitialized_memory = False  # repeatable without it: nothing reads such memory
     torch.set_float32_matmul_precision("high")
     model, finished = train(run, device, started)
