@@ -38,8 +38,8 @@ SWEEP = (
 DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
 WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
 """Every folder in it is decoded with as well."""
-DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=128")
-BATCHES = (1, 16)
+DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64")
+BATCHES = (16,)
 
 
 def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
