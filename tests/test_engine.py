@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import interpreted  # noqa: F401
 
 VOCABULARY, CAPACITY = 61, 48
+HOT = Sampling(1.2, top_p=0.9, seed=5)
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "nemotron": {
         "name": "nemotron_3_tiny",
@@ -186,6 +187,34 @@ def test_greedy_rows_of_a_sampled_batch_stay_greedy() -> None:
     tokens = [sampler.choose(logits, torch.arange(2), greedy=False) for _ in range(6)]
     assert {int(t[0]) for t in tokens} == {int(logits[0].argmax())}
     assert len({int(t[1]) for t in tokens}) > 3
+
+
+def test_padding_draws_nothing() -> None:
+    sampler = Sampler(3, torch.device("cpu"))
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(0))
+    sampler.choose(logits, torch.tensor([-1, 1, -1]), greedy=False)
+    assert sampler.drawn.tolist() == [0, 1, 0]
+
+
+@MODELS
+@pytest.mark.parametrize("arm", ARMS)
+def test_steps_of_padding_alone_change_nothing(name: str, arm: str) -> None:
+    """What a GPU's first step does while requests stand in their slots: greedy and sampled ones, over a flush."""
+    asked = [Request(prompt, 4, sampling) for prompt, sampling in zip(prompts(2), (Sampling(), HOT), strict=True)]
+
+    def made(padded: bool) -> dict[int, list[int]]:
+        engine = Engine(model_of(name), arm, slots=2, capacity=CAPACITY, interval_length=2)
+        tokens = []
+        for token in engine.generate(asked):
+            tokens.append(token)
+            if padded and engine._rows:
+                live = engine._live.clone()
+                engine._live.fill_(-1)
+                engine._steps[False].run(CAPACITY)
+                engine._live.copy_(live)
+        return by_request(tokens)
+
+    assert made(padded=True) == made(padded=False)
 
 
 @MODELS

@@ -146,7 +146,7 @@ class Engine:
 
     def _step(self, greedy: bool) -> Step:
         def choose(logits: Tensor) -> Tensor:
-            return self.sampler.choose(logits, self.cache.all_slots, greedy)
+            return self.sampler.choose(logits, self._live, greedy)
 
         return Step(self.model, self.cache, self.arm, self._tokens, self._live, choose)
 

@@ -48,13 +48,15 @@ class Sampler:
 
     def choose(self, logits: Tensor, slots: Tensor, greedy: bool) -> Tensor:
         """Tokens ``[B]`` int64 from ``logits [B,vocabulary]`` float32 for the slots ``[B]``, which have then drawn one
-        more; ``greedy`` where all of them are, which spares the sort."""
+        more; a row whose slot is -1 is padding, and its token means nothing. ``greedy`` where all of them are, which
+        spares the sort."""
         likeliest = logits.argmax(-1)
         if greedy:
             return likeliest
-        temperature, drawn = self.temperature[slots], self.drawn[slots]
-        token = draw(logits, temperature, self.top_p[slots], self.seed[slots], drawn)
-        self.drawn[slots] = drawn + 1
+        live, slots = slots >= 0, slots.clamp_min(0)
+        temperature = self.temperature[slots]
+        token = draw(logits, temperature, self.top_p[slots], self.seed[slots], self.drawn[slots])
+        self.drawn.index_add_(0, slots, live.long())
         return torch.where(temperature > 0, token, likeliest)
 
 
