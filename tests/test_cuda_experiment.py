@@ -6,10 +6,13 @@ What only a GPU has, graphs and events, is in the tests marked ``gpu``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import os
 import time
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -369,6 +372,40 @@ def test_a_replay_counts_the_passes_that_were_captured(monkeypatch: pytest.Monke
     graph()
     graph()
     assert (of.passes, len(replays)) == (16, 2)
+
+
+def test_a_graph_keeps_the_tensors_that_only_its_call_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+
+    def captured() -> tuple[devices.Run, weakref.ref[torch.Tensor]]:
+        out = torch.zeros(2)
+        return devices.Cuda().repeated(lambda: out.add_(1)), weakref.ref(out)
+
+    replay, out = captured()
+    gc.collect()
+    assert out() is not None
+    del replay
+    gc.collect()
+    assert out() is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_writes_no_memory_that_was_given_back() -> None:
+    """A tensor of the call alone, then another graph, whose capture gives back what nobody holds."""
+
+    def captured() -> devices.Run:
+        out = torch.zeros(2**24, device="cuda")
+        return devices.Cuda().repeated(lambda: out.add_(1))
+
+    replay = captured()
+    captured()
+    others = [torch.zeros(2**24, device="cuda") for _ in range(4)]
+    replay()
+    torch.cuda.synchronize()
+    assert [int(other.count_nonzero()) for other in others] == [0] * 4
 
 
 def test_throttling_is_told_from_a_power_cap() -> None:

@@ -180,12 +180,17 @@ class CycleGraph:
 
 
 def captured(run: Run) -> Run:
-    """Replays what ``run`` launches; it is called once, and nothing of it runs before the first replay."""
+    """Replays what ``run`` launches; it is called once, and nothing of it runs before the first replay. It is kept as
+    long as the graph: tensors that nobody else holds are read and written at every replay."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+
+    def replay(kept: Run = run) -> None:
+        graph.replay()
+
+    return replay
 
 
 DEVICES: dict[str, Cpu] = {"cpu": Cpu(), "cuda": Cuda()}

@@ -28,6 +28,7 @@ def fastest(
     best: tuple[float, Candidate] | None = None
     for candidate in candidates:
         layers = run = None  # those of the last candidate make room first, or this one could fail for want of it
+        device.retaken.clear()
         try:
             layers = prepare(case, copies, candidate)
             layers.run_steps()
