@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 # The tensors of tests are small: threads would spend the cores waiting for each other.
@@ -10,3 +11,9 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton's interpreter; read when Triton defines its own functions, so before any test imports it.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _gradients() -> None:
+    """Experiments turn them off for their process, which here is that of other tests too."""
+    torch.set_grad_enabled(True)

@@ -5,6 +5,8 @@ import pytest
 
 from experiments.assets import books, recall, vocabulary
 
+pytestmark = pytest.mark.xdist_group("recall")
+
 
 @pytest.fixture(scope="module")
 def task():

@@ -16,10 +16,12 @@ def fused(x: Tensor) -> bool:
 
 
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Products of ``x`` with several matrices: one product where they lie side by side in memory."""
+    """Products of ``x`` with several matrices: one product where they lie side by side in one piece of memory."""
     weights, sizes = [linear.weight for linear in linears], [linear.out_features for linear in linears]
     start, side_by_side = weights[0].data_ptr(), not weights[0].requires_grad
+    memory = weights[0].untyped_storage().data_ptr()
     for linear in linears:
+        side_by_side &= linear.weight.untyped_storage().data_ptr() == memory
         side_by_side &= linear.weight.data_ptr() == start and linear.bias is None
         start += linear.weight.nbytes
     if not side_by_side:
