@@ -1,0 +1,90 @@
+"""Text from a model, streamed as it is made: the engine on any Hugging Face folder that it can load.
+
+    python -m experiments.generate
+    python -m experiments.generate experiments/assets/models/tiny-qwen3.5 --arm stored/cpu --temperature 0
+    python -m experiments.generate FOLDER --device cuda --arm replay/triton --prompt "It is a truth" --tokens 200
+
+Needs the package `tokenizers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from experiments.measure.sources import ROOT
+from replayssm.engine import ARMS, Engine, Request, Sampling
+from replayssm.models import ModelError, load_model
+
+TINY = ROOT / "experiments" / "assets" / "models" / "tiny-nemotron-h"
+PROMPT = "It was a dark and stormy night"
+
+
+def text_of(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Pieces of text as soon as they are whole: a character may need several tokens."""
+    made: list[int] = []
+    shown = 0
+    for token in tokens:
+        made.append(token)
+        text = tokenizer.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[shown:]
+            shown = len(text)
+    yield tokenizer.decode(made)[shown:]
+
+
+def end_of_text(folder: Path) -> frozenset[int]:
+    """The tokens that the folder's configuration names as the end; none where it names none."""
+    config = json.loads((folder / "config.json").read_text())
+    named = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return frozenset(named if isinstance(named, list) else [] if named is None else [named])
+
+
+def main() -> int:
+    """Returns 2, behind one line, on a folder, an arm or a number that cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=TINY, help="a Hugging Face folder")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--tokens", type=int, default=120, help="at most so many")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token")
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arm", default="replay/cpu", help=", ".join(ARMS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    try:
+        pieces = generated(options)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def generated(options: argparse.Namespace) -> Iterator[str]:
+    """The prompt and what follows, in pieces. Raises `ModelError`."""
+    file = options.folder / "tokenizer.json"
+    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    model = load_model(options.folder, dtype=dtype, device=options.device)
+    if not file.is_file():
+        raise ModelError(f"{options.folder} lacks tokenizer.json; accepted: a folder with one")
+    tokenizer = Tokenizer.from_file(str(file))
+    prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
+    sampling = Sampling(options.temperature, options.top_p, options.seed)
+    end = end_of_text(options.folder)
+    engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + max(1, options.tokens))
+    tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])
+    yield options.prompt
+    yield from text_of((token.token for token in tokens if token.token not in end), tokenizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Text from the embedded models: readable, the same from every arm and seed, streamed; refusals are one line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from experiments import generate
+from experiments.assets import books
+
+MODELS = sorted(path.parent for path in generate.TINY.parent.glob("*/config.json"))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["generate", *options])
+    return generate.main()
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+def test_both_models_write_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for arm in ("replay/cpu", "stored/torch", "replay/cpu"):
+        assert run(monkeypatch, str(folder), "--arm", arm, "--seed", "3") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].startswith(generate.PROMPT)
+    known = set(re.findall(r"[a-z]+", " ".join(book.text for book in books.load("train")).lower()))
+    words = re.findall(r"[a-z]+", texts[0].removeprefix(generate.PROMPT).lower())
+    assert len(words) > 30
+    assert sum(word in known for word in words) > 0.8 * len(words), texts[0]
+    assert len(set(words)) > 0.4 * len(words), texts[0]
+
+
+def test_characters_are_shown_whole() -> None:
+    tokenizer = Tokenizer.from_file(str(generate.TINY / "tokenizer.json"))
+    tokens = tokenizer.encode("a — b", add_special_tokens=False).ids
+    pieces = list(generate.text_of(iter(tokens), tokenizer))
+    assert "".join(pieces) == "a — b"
+    assert len(pieces) > 2
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["/nowhere"], "/nowhere is no folder; accepted: a folder with config.json and safetensors"),
+        (["--arm", "stored/vllm"], "arm=stored/vllm is unknown; accepted: stored/torch"),
+        (["--tokens", "0"], "request 0 asks for 0 tokens"),
+        (["--temperature", "-1"], "temperature=-1.0 is impossible"),
+        (["--prompt", ""], "the prompt of request 0 is impossible; accepted: at least one token"),
+    ],
+)
+def test_refusals_are_one_line(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *options) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(message)
+    assert told.err.count("\n") == 1
+    assert told.out == ""
