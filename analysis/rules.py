@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.bearing import (
+    PAPER_CARDS,
     PAPER_STATE,
     Question,
     as_rows,
@@ -27,6 +28,7 @@ from analysis.bearing import (
     differed,
     is_direct,
     missing_models,
+    nearest_device,
     other_timings,
     replay_records,
     replay_rows,
@@ -116,6 +118,23 @@ def memory_bound(question: Question) -> Finding:
     notes = [f"{_span(intensity)} FLOP a byte"] if intensity else []
     notes += doubts + single_phases(question, rows)
     return Finding(ours, _verdict(answers, rows), differed(rows), "; ".join(notes))
+
+
+def largest_part(question: Question) -> Finding:
+    """Share of a stored step that the state-space layers' steps take, at the longest context that each model was run
+    at. Half is the largest part; a smaller share may still be, so that there is no no.
+    """
+    context, batch = question.parameters["context"], question.parameters["min_batch"]
+    table = question.tables["decode_speedups"]
+    shown = table[(table["batch_size"] >= batch) & table["baseline_state_share"].notna() & table["blocks"].isna()]
+    rows = [r for r in shown.itertuples() if r.model in PAPER_CARDS and r.state == PAPER_STATE]
+    rows = [max(same, key=lambda r: (r.context, r.batch_size)) for same in by_model(nearest_device(rows))]
+    if not rows:
+        return not_run(question)
+    answers = [YES if r.context >= context and r.baseline_state_share >= 0.5 else OPEN for r in rows]
+    told = [f"{r.baseline_state_share:.2f} at {r.context} tokens ({r.model}, batch {r.batch_size})" for r in rows]
+    notes = [f"{r.model}: no longer context run" for r in rows if r.context < context]
+    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), "; ".join(notes))
 
 
 def one_write_an_interval(question: Question) -> Finding:
@@ -247,6 +266,7 @@ RULES: dict[str, Callable[[Question], Finding]] = {
     "kernel_range": kernel_range,
     "batch_one": batch_one,
     "memory_bound": memory_bound,
+    "largest_part": largest_part,
     "one_write_an_interval": one_write_an_interval,
     "float_equality": float_equality,
     "traffic_halved": traffic_halved,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_claims_of_whole_models_rest_on_their_own_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fields", [{"context": 32768}, {"blocks": 8}])
 def test_long_contexts_and_parts_of_a_model_bear_on_no_claim(tmp_path: Path, fields: dict[str, int]) -> None:
     assert evaluated(evidence(tmp_path, *processes(fields=fields)))["decode-range"].verdict == rules.NOT_RUN
+
+
+def test_the_largest_part_of_a_step_is_told_at_the_longest_context(tmp_path: Path) -> None:
+    short = processes(fields={"context": 1024})
+    found = evaluated(evidence(tmp_path / "short", *short))["ssm-dominates-to-100k"]
+    assert (found.verdict, found.ours) == (rules.UNCLEAR, "0.75 at 1024 tokens (nemotron_3_nano_4b, batch 256)")
+    assert found.note == "nemotron_3_nano_4b: no longer context run"
+    long = processes(fields={"context": 100_000})
+    found = evaluated(evidence(tmp_path / "long", *short, *long))["ssm-dominates-to-100k"]
+    assert (found.verdict, found.note) == (rules.SUPPORTED, "")
+    small = [[replace(r, decode=r.decode | {"state_share": 0.3}) for r in records] for records in long]
+    found = evaluated(evidence(tmp_path / "small", *small))["ssm-dominates-to-100k"]
+    assert found.verdict == rules.UNCLEAR
+    cut = processes(fields={"context": 100_000, "blocks": 8})
+    assert evaluated(evidence(tmp_path / "cut", *cut))["ssm-dominates-to-100k"].verdict == rules.NOT_RUN
 
 
 def test_random_weights_reproduce_nothing_even_on_the_papers_card(tmp_path: Path) -> None:
