@@ -20,7 +20,7 @@ reproduce: ## run the main job on this machine: records, tables, figures, claims
 
 test: ## run every test that needs no GPU
 	@$(SETUP) --extras dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU, compute-sanitizer's checks among them where a CUDA toolkit is found
 	@$(SETUP) --extras dev

@@ -2,6 +2,10 @@
 
 import os
 
+# Also for the processes that tests start: threads that wait leave the cores to those that work. Read by OpenMP when
+# PyTorch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 

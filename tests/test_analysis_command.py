@@ -20,8 +20,6 @@ from analysis import figures, published, style, tables
 from analysis.__main__ import differences, main
 from analysis.load import load
 
-pytestmark = pytest.mark.xdist_group("built")
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

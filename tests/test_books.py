@@ -8,8 +8,6 @@ import pytest
 
 from experiments.assets import books
 
-pytestmark = pytest.mark.xdist_group("books")
-
 
 @pytest.fixture(scope="module")
 def everything():

@@ -25,7 +25,7 @@ from planted import Done, Tables, Tree
 from analysis import tables
 from analysis.load import load
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.slow
 
 LANES = 2
 DRAFT_TESTS = ("tests/test_replay.py", "-k", "every_accepted_count and (mamba2 or kda) and 9-4")

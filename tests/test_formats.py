@@ -24,8 +24,6 @@ from replayssm.formats import (
 )
 from replayssm.layout import FORMATS, PLAIN
 
-pytestmark = pytest.mark.xdist_group("formats")
-
 NARROW = ("bf16", "fp16")
 COUNTER: dict[str, Any] = {"request": 0, "layer": 0, "flush": 0}
 KNOWN_ANSWERS = """

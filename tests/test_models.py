@@ -20,8 +20,6 @@ from replayssm.kernels import cpu
 from replayssm.kernels.torch import replay_step, stored_step
 from replayssm.models import Decoder, ModelCache, ModelError, ReplayStates, StoredStates, load_model
 
-pytestmark = pytest.mark.xdist_group("models")
-
 TOLERANCE = 1e-4
 VISIBLE = 100 * TOLERANCE
 LENGTHS, STEPS, CHUNK = (90, 37), 64, 48

@@ -30,8 +30,6 @@ from replayssm.models import (
 from replayssm.models.nemotron_h import NemotronH, NemotronHConfig
 from replayssm.models.qwen3_5 import Qwen35
 
-pytestmark = pytest.mark.xdist_group("models_loading")
-
 MODEL_CONFIGS = Path(__file__).parents[1] / "configs" / "model"
 INDEX = "model.safetensors.index.json"
 

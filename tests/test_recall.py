@@ -5,8 +5,6 @@ import pytest
 
 from experiments.assets import books, recall, vocabulary
 
-pytestmark = pytest.mark.xdist_group("recall")
-
 
 @pytest.fixture(scope="module")
 def task():

@@ -27,7 +27,7 @@ from experiments.measure import runner
 from experiments.measure.record import Record
 from replayssm.geometry import Geometry
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("resume")]
+pytestmark = pytest.mark.slow
 
 ARMS = ("stored/torch", "replay/torch")
 QUICK = (*SMALL, "timing=smoke", "timing.rounds=1", "timing.warmup_limit_s=0.01", f"arms=[{','.join(ARMS)}]")

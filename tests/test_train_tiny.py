@@ -11,8 +11,6 @@ from safetensors import safe_open
 from experiments import evaluate_tiny, hybrids, train_tiny
 from experiments.assets import books, recall, vocabulary
 
-pytestmark = pytest.mark.xdist_group("train_tiny")
-
 SMOKE = ["--size", "smoke", "--tokens", "512", "--segment", "256", "--longest", "1024", "--documents", "2"]
 SMOKE += ["--learning-rate", "1e-2"]
 
