@@ -38,8 +38,7 @@ SWEEP = (
 DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
 WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
 """Every folder in it is decoded with as well."""
-DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64")
-BATCHES = (16,)
+DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64", "batch_size=16")
 
 
 def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
@@ -49,10 +48,8 @@ def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
             config = to_plain(hydra.compose("kernel", [*DEFAULTS, *overrides]))
             yield case_from_config(config), arms_from_config(config)
         for folder in sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json")):
-            for batch in BATCHES:
-                options = [*DECODE, f"weights={folder}", f"batch_size={batch}"]
-                config = to_plain(hydra.compose("decode", options))
-                yield decode_case.case_from_config(config), decode_case.decode_arms(config)
+            config = to_plain(hydra.compose("decode", [*DECODE, f"weights={folder}"]))
+            yield decode_case.case_from_config(config), decode_case.decode_arms(config)
 
 
 def label_of(case: Case) -> str:

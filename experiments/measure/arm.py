@@ -1,12 +1,10 @@
-"""An arm of a group while it runs, and what becomes of it when something raises."""
+"""An arm of a group while it runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from experiments.case import Case
 from experiments.measure import devices
-from experiments.measure.failures import LostError, status_of, told
 from experiments.measure.record import Correctness
 from replayssm.traffic import Traffic
 
@@ -36,14 +34,3 @@ class Arm:
         for _ in range(cycles):
             cycle()
         self.cycles += cycles
-
-
-def fail(arm: Arm, case: Case, error: BaseException | None, when: str = "") -> None:
-    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
-    arm.fail(status_of(error), f"{when}{told(error)}")
-    refuse_lost(arm, case, error)
-
-
-def refuse_lost(arm: Arm, case: Case, error: BaseException | None) -> None:
-    if not devices.of(case).works():
-        raise LostError(f"the device was lost with {arm.name}: {told(error)}")

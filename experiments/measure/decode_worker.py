@@ -21,7 +21,7 @@ from experiments.decode_case import RANDOM, DecodeCase, model_config
 from experiments.inputs import DTYPES
 from experiments.measure import devices
 from experiments.measure.assemble import Group, order_seed
-from experiments.measure.failures import LostError, status_of, told
+from experiments.measure.failures import LostError, fail, status_of, told
 from experiments.measure.record import Correctness, Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, PROBE_BYTES
 from experiments.measure.session import CHUNK, Session
@@ -139,13 +139,13 @@ def _prepare(arm: Arm, case: DecodeCase, model: Decoder) -> None:
         arm.session = Session(case, model, arm.name, watched)
         arm.memory_bytes = arm.session.memory_bytes
     except Exception as error:
-        _fail(arm, case, error)
+        fail(arm, case, error)
         return
     _checked(arm, case, "before")
     try:
         arm.state_steps = arm.session and arm.session.state_steps()
     except Exception as error:
-        _fail(arm, case, error)
+        fail(arm, case, error)
 
 
 def _checked(arm: Arm, case: DecodeCase, moment: str) -> None:
@@ -156,7 +156,7 @@ def _checked(arm: Arm, case: DecodeCase, moment: str) -> None:
             arm.session.generate(case.interval_length)()
         correctness = check(arm.session, moment, Chosen.of(case, arm.session.states.layers, moment))
     except Exception as error:
-        _fail(arm, case, error, f"{moment} timing: ")
+        fail(arm, case, error, f"{moment} timing: ")
         return
     arm.correctness.append(correctness)
     if not correctness.passed:
@@ -170,7 +170,7 @@ def _trace(arms: list[Arm], case: DecodeCase) -> None:
             try:
                 arm.trace = trace(arm.session, steps)
             except Exception as error:
-                _fail(arm, case, error)
+                fail(arm, case, error)
 
 
 def _routing(arms: list[Arm], model: Decoder) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _time_standing(arms: list[Arm], group: Group, model: Decoder) -> dict[str, A
             blamed = next((arm for arm in arms if arm.name == raised.name.removesuffix(AGAIN)), None)
             if blamed is None:
                 raise LostError(f"{raised.name} failed: {told(raised.__cause__)}") from raised
-            _fail(blamed, group.case, raised.__cause__, "while timed: ")
+            fail(blamed, group.case, raised.__cause__, "while timed: ")
     return {}
 
 
@@ -365,10 +365,3 @@ def _failure(arm: Arm, group: Group, memory: Memory | None = None) -> Record:
     status = arm.status if arm.status != "ok" else "error"
     decode = {} if memory is None else {"memory": asdict(memory)}
     return group.record(arm.name, status, arm.message or "nothing was timed", decode=decode, **found)
-
-
-def _fail(arm: Arm, case: Any, error: BaseException | None, when: str = "") -> None:
-    """The arm's status after an error. Raises ``LostError`` if nothing else can run either."""
-    arm.fail(status_of(error), f"{when}{told(error)}")
-    if not devices.of(case).works():
-        raise LostError(f"the device was lost with {arm.name}: {told(error)}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from experiments.measure import devices
-from experiments.measure.arm import Arm, refuse_lost, told
+from experiments.measure.arm import Arm
 from experiments.measure.assemble import Group, order_seed
+from experiments.measure.failures import refuse_lost, told
 from experiments.measure.timing import RaisedError, interleave, warm_up
 
 

@@ -21,9 +21,9 @@ import torch
 
 from experiments.case import Case
 from experiments.measure import devices, gates
-from experiments.measure.arm import Arm, fail
+from experiments.measure.arm import Arm
 from experiments.measure.assemble import Group, case_from_dict, order_seed
-from experiments.measure.failures import LostError, status_of, told
+from experiments.measure.failures import LostError, fail, status_of, told
 from experiments.measure.journal import Journal
 from experiments.measure.layers import forget, share
 from experiments.measure.phases import time_phases
