@@ -206,9 +206,10 @@ class Session:
         return longest if self.case.phase == "staggered" else 0
 
     def _next(self, logits: Tensor) -> Tensor:
-        """The next token of each row's stream, or its likeliest."""
+        """The next token of each row's stream, or its likeliest, which is sought in either case."""
+        likeliest = logits.argmax(-1)
         if self.case.weights != RANDOM:
-            return logits.argmax(-1)
+            return likeliest
         self.taken.add_(self.slots >= 0)
         return self.stream.gather(0, self.taken[None])[0]
 

@@ -125,9 +125,10 @@ def trace(session: Session, steps: int) -> Trace:
     for _ in range(steps):
         session.run(1)
         assert session.step.logits is not None
-        best = session.step.logits.topk(2, dim=-1)
-        chosen = session.step.logits.gather(1, session.tokens[:, None])[:, 0]
-        logprob = chosen - session.step.logits.logsumexp(-1)
+        logits = session.step.logits.float()
+        best = logits.topk(2, dim=-1)
+        chosen = logits.gather(1, session.tokens[:, None])[:, 0]
+        logprob = chosen - logits.logsumexp(-1)
         found.append((best.indices[:, 0].cpu(), (best.values[:, 0] - best.values[:, 1]).cpu(), logprob.cpu()))
     made = Trace(*(torch.stack(part) for part in zip(*found, strict=True)))
     if not made.logprob.isfinite().all():

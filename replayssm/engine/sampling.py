@@ -47,7 +47,7 @@ class Sampler:
         self.seed[slot], self.drawn[slot] = sampling.seed, 0
 
     def choose(self, logits: Tensor, slots: Tensor, greedy: bool) -> Tensor:
-        """Tokens ``[B]`` int64 from ``logits [B,vocabulary]`` float32 for the slots ``[B]``, which have then drawn one
+        """Tokens ``[B]`` int64 from ``logits [B,vocabulary]`` for the slots ``[B]``, which have then drawn one
         more; a row whose slot is -1 is padding, and its token means nothing. ``greedy`` where all of them are, which
         spares the sort."""
         likeliest = logits.argmax(-1)
@@ -62,7 +62,7 @@ class Sampler:
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, seed: Tensor, number: Tensor) -> Tensor:
     """One token a row, ``[B]``, from the fewest of the likeliest tokens whose probabilities reach ``top_p [B]``."""
-    scaled = logits / temperature.clamp_min(1e-6)[:, None]
+    scaled = logits.float() / temperature.clamp_min(1e-6)[:, None]
     probability, token = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = probability.cumsum(-1) - probability
     probability = torch.where(before < top_p[:, None], probability, 0.0)

@@ -13,7 +13,7 @@ from replayssm.models import Decoder, ModelCache
 
 class Step:
     """Call it to decode one token a slot: ``tokens [S]`` int64 are read as the last ones and replaced by what
-    ``choose(logits [S,vocabulary])`` gives; ``logits`` holds those of the last call. Row i is slot i where ``slots
+    ``choose(logits [S,vocabulary])`` gives; ``logits`` holds those of the last call, in the model's dtype. Row i is slot i where ``slots
     [S]`` holds i, padding where it holds -1.
 
     On a GPU the first call compiles, with all rows as padding so that nothing changes, and captures a graph; from then
@@ -49,7 +49,7 @@ class Step:
     def run(self, span: int) -> None:
         """The same without a graph, launch by launch."""
         past = new_decoding(self.arm, self.cache, self.slots, span)
-        self.logits = self.model.logits(self.model.hidden(self.tokens[:, None], past))[:, 0]
+        self.logits = self.model.scores(self.model.hidden(self.tokens[:, None], past))[:, 0]
         past.finish()
         self.tokens.copy_(torch.where(past.live, self.choose(self.logits), self.tokens))
 

@@ -115,7 +115,7 @@ class ModelCache:
     """Keys, values and convolution states of S slots, beside their recurrent ``states``.
 
     ``keys, values [attention layers,S,KV heads,capacity,head_dim]``, zero where nothing was written; ``conv
-    [state-space layers,S,channels,K-1]``, the last inputs of each convolution, oldest first; ``length [S]`` int64, the
+    [state-space layers,S,K-1,channels]``, the last inputs of each convolution, oldest first; ``length [S]`` int64, the
     tokens of each slot. Made by `Decoder.new_cache`.
     """
 
@@ -140,7 +140,7 @@ class ModelCache:
         self.states, self.slots, self.capacity = states, slots, capacity
         self.keys = torch.zeros(layers, slots, heads, capacity, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.conv = torch.zeros(states.layers, slots, conv[0], conv[1] - 1, dtype=dtype, device=device)
+        self.conv = torch.zeros(states.layers, slots, conv[1] - 1, conv[0], dtype=dtype, device=device)
         self.length = torch.zeros(slots, dtype=torch.int64, device=device)
         self.all_slots = torch.arange(slots, device=device)
 

@@ -17,7 +17,7 @@ from replayssm.models.prompt import Prompt
 
 
 class Decoder(nn.Module):
-    """Base of the models. A subclass sets the attributes below, and has ``hidden`` and ``logits``.
+    """Base of the models. A subclass sets the attributes below, and has ``hidden`` and ``scores``.
 
     Parameters are named as the checkpoint's tensors are, but for what `tensors` says, and need no gradient unless asked
     to have one. Those in ``float32`` by their last name stay float32 in every precision.
@@ -38,9 +38,13 @@ class Decoder(nn.Module):
         """Normed output ``[B,T,hidden]`` of the last block."""
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[...,hidden]`` to float32 ``[...,vocabulary]``."""
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits ``[...,vocabulary]`` of ``[...,hidden]``, in the model's dtype as the product gives them."""
         raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`scores` in float32."""
+        return self.scores(hidden).float()
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's name of every parameter or part of one; ``names`` says which spelling it uses."""

@@ -32,9 +32,9 @@ class Decoding:
     def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Causal depthwise convolution and SiLU of ``channels [B,1,C]``; ``weight [C,1,K]``."""
         past = self.cache.conv[number, : len(self.slots)]
-        inputs = torch.cat([past, channels.transpose(1, 2)], dim=-1)
-        past.copy_(torch.where(self.live[:, None, None], inputs[..., 1:], past))
-        out = (inputs * weight[:, 0]).sum(-1)
+        inputs = torch.cat([past, channels], dim=1)
+        past.copy_(torch.where(self.live[:, None, None], inputs[:, 1:], past))
+        out = (inputs * weight[:, 0].T).sum(1)
         return F.silu(out if bias is None else out + bias)[:, None]
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

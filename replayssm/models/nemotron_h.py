@@ -150,8 +150,8 @@ class NemotronH(Decoder):
     def hidden(self, tokens: Tensor, past: Any) -> Tensor:
         return self.backbone(tokens, past)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden).float()
+    def scores(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """A checkpoint holds each expert's matrices apart; here they are one tensor a layer."""

@@ -49,10 +49,10 @@ class Prompt:
 
     def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Causal depthwise convolution and SiLU over ``channels [B,T,C]``; ``weight [C,1,K]``."""
-        inputs = torch.cat([self.conv[number], channels.transpose(1, 2)], dim=-1)
+        inputs = torch.cat([self.conv[number], channels], dim=1)
         last = self.count[:, None] + torch.arange(weight.shape[-1] - 1, device=self.count.device)
-        self.conv[number] = inputs.gather(2, last[:, None].expand(-1, inputs.shape[1], -1))
-        return F.silu(F.conv1d(inputs, weight, bias, groups=len(weight))).transpose(1, 2)
+        self.conv[number] = inputs.gather(1, last[..., None].expand(-1, -1, inputs.shape[2]))
+        return F.silu(F.conv1d(inputs.transpose(1, 2), weight, bias, groups=len(weight))).transpose(1, 2)
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention ``[B,T,Hq,D]`` of ``q`` to all positions so far; ``k, v [B,T,Hkv,D]``."""

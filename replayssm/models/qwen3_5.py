@@ -151,9 +151,9 @@ class Qwen35(Decoder):
     def hidden(self, tokens: Tensor, past: Any) -> Tensor:
         return self.model(tokens, past)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor) -> Tensor:
         head = self.embedding if self.config.tie_word_embeddings else self.lm_head.weight
-        return F.linear(hidden, head).float()
+        return F.linear(hidden, head)
 
     def tensors(self, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Multimodal checkpoints have another prefix; experts are one tensor a layer, as here, or each apart."""

@@ -18,7 +18,6 @@ from replayssm.kernels.triton.gates import sigmoid
 from replayssm.kernels.triton.launch import power_of_two
 
 BLOCK = 1024
-CHANNELS = 256
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -83,14 +82,14 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def convolve(past: Tensor, channels: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor) -> Tensor:
-    """One token of the causal depthwise convolution and SiLU: ``[B,C]`` from ``channels [B,C]`` and ``past [S,C,K-1]``,
+    """One token of the causal depthwise convolution and SiLU: ``[B,C]`` from ``channels [B,C]`` and ``past [S,K-1,C]``,
     which moves on. ``weight [C,1,K]``; row i is slot i, or padding where ``slots [B]`` holds -1.
     """
     rows, width = channels.shape
     out = torch.empty(rows, width, dtype=channels.dtype, device=channels.device)
-    grid = (rows, triton.cdiv(width, CHANNELS))
+    grid = (rows, triton.cdiv(width, BLOCK))
     _convolve_kernel[grid](
-        out, past, channels, weight, bias, slots, channels.stride(0), width, K=weight.shape[-1], CHANNELS=CHANNELS
+        out, past, channels, weight, bias, slots, channels.stride(0), width, K=weight.shape[-1], CHANNELS=BLOCK
     )
     return out
 
@@ -226,15 +225,15 @@ def _convolve_kernel(
         total = new.to(tl.float32) * tl.load(weight + c * K + K - 1, mask=inside).to(tl.float32)
         if bias is not None:
             total += tl.load(bias + c, mask=inside).to(tl.float32)
-        old = past + (row * width + c) * (K - 1)
+        old = past + row * width * (K - 1) + c
         later = ()
         for j in tl.static_range(K - 1):
-            value = tl.load(old + j, mask=inside)
+            value = tl.load(old + j * width, mask=inside)
             total += value.to(tl.float32) * tl.load(weight + c * K + j, mask=inside).to(tl.float32)
             if j > 0:
                 later = later + (value,)
         later = later + (new,)
         for j in tl.static_range(K - 1):
-            tl.store(old + j, later[j], mask=inside)
+            tl.store(old + j * width, later[j], mask=inside)
         total = total.to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + row * width + c, (total * sigmoid(total)).to(out.dtype.element_ty), mask=inside)
