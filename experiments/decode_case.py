@@ -97,7 +97,8 @@ def model_config(case: DecodeCase) -> Any:
     name = next(name for name in LAYERS if hasattr(whole, name))
     layers = getattr(whole, name)
     if case.blocks not in (allowed := whole_periods(layers)):
-        raise refuse("blocks", case.blocks, f"null, {', '.join(map(str, allowed))}: kinds of layers as in the model")
+        accepted = ", ".join(["null", *map(str, allowed)])
+        raise refuse("blocks", case.blocks, f"{accepted}, where each kind of layer has its share as in the model")
     return replace(whole, **{name: layers[: case.blocks]})
 
 

@@ -206,7 +206,7 @@ LAUNCHES = {
     "whole head": Launch(rows=16, tiles=5, warps=4),
     "one tile": Launch(rows=32, tiles=1, warps=1, lanes=4),
     "eager": Launch(rows=16, tiles=1, warps=2, lanes=2, eager=True),
-    "two tiles": Launch(rows=16, tiles=2, warps=2, lanes=8),
+    "two tiles": Launch(rows=16, tiles=2, warps=2, lanes=8, at_once=True),
 }
 
 

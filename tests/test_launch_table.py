@@ -23,7 +23,7 @@ CUDA = torch.device("cuda", 0)
 def entry(geometry: Geometry, batch_size: int, interval_length: int | None = 16, state: str = "fp32") -> Entry:
     """Each with a launch of its own."""
     operation, staggered_us = ("stored", None) if interval_length is None else ("replay", 12.5)
-    launch = Launch(16, batch_size, 2, 8, eager=geometry is LARGE, registers=interval_length)
+    launch = Launch(16, batch_size, 2, 8, eager=geometry is LARGE, registers=interval_length, at_once=geometry is QWEN)
     return Entry(operation, geometry, state, interval_length, batch_size, launch, 10.25, staggered_us, 5, "abc1234")
 
 
@@ -121,6 +121,7 @@ BAD = {
     "tiles='-1' is impossible; accepted: a whole number": (10, "-1"),
     "lanes=64 is impossible; accepted: at most 32": (12, "64"),
     "eager='yes' is unknown; accepted: true, false": (14, "yes"),
+    "at_once='1' is unknown; accepted: true, false": (16, "1"),
     "operation='read' is unknown; accepted: stored, replay": (0, "read"),
     "interval_length=16 of stored; accepted: of replay alone": (0, "stored"),
     "interval_length=65 is impossible; accepted: 1 to 64": (7, "65"),
@@ -128,8 +129,8 @@ BAD = {
     "heads=97 is not divisible by groups=8": (2, "97"),
     "state='fp8' is unknown; accepted: fp32, bf16, fp16": (6, "fp8"),
     "batch_size=0 or rounds=5 is below 1; accepted: at least 1": (8, "0"),
-    "aligned_us='fast' is impossible; accepted: microseconds": (16, "fast"),
-    "21 fields; accepted: 20": (19, "abc1234,more"),
+    "aligned_us='fast' is impossible; accepted: microseconds": (17, "fast"),
+    "22 fields; accepted: 21": (20, "abc1234,more"),
 }
 
 

@@ -103,11 +103,14 @@ def _replay_few(geometry: Geometry) -> list[Launch]:
 def _replay_many(geometry: Geometry) -> list[Launch]:
     whole = _tiles(geometry, 16)
     least = 2 if geometry.family == "kda" else 1  # vector decays do not fit into the registers of one warp
-    shapes = itertools.product((whole, -(-whole // 2)), (least, 2 * least), (8, 16), (None, 128, 168))
+    shapes = itertools.product((whole, -(-whole // 2)), (least, 2 * least), (8, 16), (None, 168))
+    long = itertools.product((8, 16), (128, 168), (False, True))
     return [
         *(Launch(16, tiles, warps, lanes, 3, registers=cap) for tiles, warps, lanes, cap in shapes),
-        *(Launch(16, whole, least, lanes, 4, registers=cap) for lanes, cap in itertools.product((8, 16), (128, 168))),
-        *(Launch(8, _tiles(geometry, 8), least, 16, 4, registers=cap) for cap in (None, 168)),
+        *(Launch(16, whole, warps, 8, 3, registers=128) for warps in (least, 2 * least)),
+        *(Launch(16, whole, 2 * least, 8, 3, registers=cap, at_once=True) for cap in (None, 128)),
+        *(Launch(16, whole, least, lanes, 4, registers=cap, at_once=at_once) for lanes, cap, at_once in long),
+        *(Launch(8, _tiles(geometry, 8), least, 16, 4, registers=168, at_once=at_once) for at_once in (False, True)),
         *(Launch(32, 1, 2, lanes, stages=1) for lanes in (8, 16)),
     ]
 

@@ -13,8 +13,8 @@ from replayssm.models import Decoder, ModelCache
 
 class Step:
     """Call it to decode one token a slot: ``tokens [S]`` int64 are read as the last ones and replaced by what
-    ``choose(logits [S,vocabulary])`` gives; ``logits`` holds those of the last call, in the model's dtype. Row i is slot i where ``slots
-    [S]`` holds i, padding where it holds -1.
+    ``choose(logits [S,vocabulary])`` gives; ``logits`` holds those of the last call, in the model's dtype. Row i is
+    slot i where ``slots [S]`` holds i, padding where it holds -1.
 
     On a GPU the first call compiles, with all rows as padding so that nothing changes, and captures a graph; from then
     on a call launches the graph and returns. ``choose`` must be fit for that: device memory only, no look at values.

@@ -400,11 +400,11 @@ def _replay_kernel(
         gs = load_ring(mine.g + entry * ring_strides.g[2], valid, cut)
         weight = tl.where(valid, rnorms * exp(sum_later(gs, age) + token.g), 0.0)
         decay = exp(tl.sum(gs, axis=0) + token.g)
-    if cut.TILES == 1:
+    if not cut.WALK:
         d_old = load_ring_vectors(mine.d + entry * ring_strides.d[2], valid, p, end, cut)
         keys = _keys(mine, token, entry, valid, cut, form)
     if length == cut.L - 1:
-        if cut.TILES > 1:
+        if cut.WALK:
             keys = _keys(mine, token, entry, valid, cut, form)
         if form.CHANNELS:
             ring_keys, decays = tl.trans(keys), exp(_since(mine, token.g, n, cut))[None, :]
@@ -434,7 +434,7 @@ def _replay_kernel(
         )  # fmt: skip
     else:
         q_now, k_now = (), ()
-        if cut.TILES == 1:
+        if not cut.WALK:
             if form.CHANNELS:
                 kq, kk = tl.sum(keys * token.q[:, None], axis=0), tl.sum(keys * k[:, None], axis=0)
             else:
@@ -447,7 +447,7 @@ def _replay_kernel(
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             if form.CHANNELS:
                 columns = c * cut.WIDTH + tl.arange(0, cut.WIDTH)
-                if cut.TILES == 1:
+                if not cut.WALK:
                     g_now = _log_decays(inputs, gates, strides, row, head, columns, cut, form)
                     kept = exp(_since(mine, g_now, columns, cut))
                 else:

@@ -17,8 +17,9 @@ class Launch:
     ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
     warp reads. ``stages`` is how many tiles are on their way at once; a program of one tile asks for it before anything
     else. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it, since
-    its vector decays must be summed in time order. ``registers`` caps those of a thread. Raises ``ValueError`` on
-    numbers that Triton cannot take.
+    its vector decays must be summed in time order. ``registers`` caps those of a thread. ``at_once``: a program of
+    several tiles too takes the ring's tokens all at once, which costs registers, and not one by one, which costs time.
+    Raises ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class Launch:
     stages: int = 3
     eager: bool = False
     registers: int | None = None
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         for field in ("rows", "warps", "lanes"):
@@ -57,7 +59,7 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     """Default for a replay step, ``state_bytes`` an element: what was fastest on an NVIDIA H200 with intervals of 16,
     the worse of aligned and staggered rows counting.
 
-    With many heads one or two warps walk a whole head, so that they walk the ring once; with few, a head is cut as
+    With many heads one or two warps walk a whole head, so that they take the ring once; with few, a head is cut as
     finely as pays, and with very few all tokens of the ring are taken at once. Other interval lengths are taken to like
     the same.
     """
@@ -65,7 +67,9 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     if heads < (256 if geometry.family == "mamba2" else 128):
         if geometry.family == "mamba2":
             return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128)
-        return Launch(rows=16, tiles=1, warps=2, lanes=32 if geometry.family == "kda" else 8, eager=True)
+        if geometry.family == "gdn":
+            return Launch(rows=8, tiles=1, warps=1, lanes=16, eager=True)
+        return Launch(rows=16, tiles=1, warps=2)
     if geometry.family == "kda":
         if heads < 1024:
             return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8)
@@ -78,7 +82,11 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
         return Launch(rows=16, tiles=tiles, warps=1, lanes=8, stages=3 if wide else 4, registers=None if wide else 168)
     if heads < 1024:
         return Launch(rows=16, tiles=tiles, warps=2, lanes=8)
-    return Launch(rows=16, tiles=tiles, warps=1, lanes=16 if wide else 8, registers=168 if wide else 128)
+    if heads < 8192:
+        return Launch(rows=16, tiles=tiles, warps=1, lanes=16 if wide else 8, registers=168 if wide else 128)
+    rows, lanes = (8, 16) if wide else (16, 8)
+    whole = -(-geometry.head_dim // rows)
+    return Launch(rows=rows, tiles=whole, warps=1, lanes=lanes, stages=4, registers=168, at_once=True)
 
 
 def power_of_two(value: int) -> int:
@@ -116,6 +124,8 @@ class Cut:
     RING: int
     """Tokens that a product over the ring takes, L up to a power of two, 16 at least, as tensor cores want."""
     EAGER: bool
+    WALK: bool
+    """Take the ring token by token."""
 
     @classmethod
     def of(cls, geometry: Geometry, launch: Launch, state: Tensor, layer: CacheLayer | None = None) -> Cut:
@@ -142,6 +152,7 @@ class Cut:
             CAPACITY=capacity,
             RING=max(16, power_of_two(L)),
             EAGER=launch.eager and not _in_time_order(geometry, layer),
+            WALK=tiles > 1 and not launch.at_once,
         )
 
     @property

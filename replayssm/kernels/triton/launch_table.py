@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ OPERATIONS = ("stored", "replay")
 REACH = 3.0
 """Rows measured at batch 1, 8, 64, ... then answer for every batch between."""
 LAYER = ("family", "heads", "groups", "head_dim", "state_dim")
-LAUNCH = ("rows", "tiles", "warps", "lanes", "stages", "eager", "registers")
+FLAGS = ("eager", "at_once")
+LAUNCH = ("rows", "tiles", "warps", "lanes", "stages", "eager", "registers", "at_once")
 MEASURED = ("aligned_us", "staggered_us", "rounds", "source")
 COLUMNS = ("operation", *LAYER, "state", "interval_length", "batch_size", *LAUNCH, *MEASURED)
 MAY_BE_EMPTY = ("interval_length", "staggered_us", "registers")
@@ -206,7 +207,7 @@ def write(path: Path, device: str, entries: Iterable[Entry]) -> None:
 
 
 def _row(entry: Entry) -> dict[str, object]:
-    launch = asdict(entry.launch) | {"eager": str(entry.launch.eager).lower()}
+    launch = asdict(entry.launch) | {name: str(getattr(entry.launch, name)).lower() for name in FLAGS}
     own = {name: getattr(entry, name) for name in ("operation", "state", "interval_length", "batch_size", *MEASURED)}
     return own | asdict(entry.geometry) | launch
 
@@ -226,17 +227,19 @@ def _entry(row: Mapping[str, str]) -> Entry:
             raise ValueError(f"{name}={row[name]!r} is impossible; accepted: microseconds, such as 12.3")
         return float(row[name])
 
-    if row["eager"] not in ("true", "false"):
-        raise ValueError(f"eager={row['eager']!r} is unknown; accepted: true, false")
-    numbers = {name: whole(name) for name in LAUNCH if name not in ("eager", "registers")}
-    registers = whole("registers") if row["registers"] else None
+    def flag(name: str) -> bool:
+        if row[name] not in ("true", "false"):
+            raise ValueError(f"{name}={row[name]!r} is unknown; accepted: true, false")
+        return row[name] == "true"
+
+    launch: dict[str, Any] = {name: flag(name) if name in FLAGS else whole(name) for name in LAUNCH if row[name]}
     return Entry(
         operation=row["operation"],
         geometry=Geometry(row["family"], *(whole(name) for name in LAYER[1:])),
         state=row["state"],
         interval_length=whole("interval_length") if row["interval_length"] else None,
         batch_size=whole("batch_size"),
-        launch=Launch(**numbers, eager=row["eager"] == "true", registers=registers),
+        launch=Launch(**launch),
         aligned_us=microseconds("aligned_us"),
         staggered_us=microseconds("staggered_us") if row["staggered_us"] else None,
         rounds=whole("rounds"),

@@ -316,7 +316,7 @@ def _replay_kernel(
     Cs = load_chunks(inputs.C + row * strides.C[0] + group * strides.C[1], cut)
     entry, age, valid = ring_order(length, oldest, cut)
     dts = load_ring(ring_dt + entry * ring_strides.dt[2], valid, cut)
-    if cut.TILES == 1:
+    if not cut.WALK:
         xs = load_ring_vectors(ring_x + entry * ring_strides.x[2], valid, p, end, cut)
         Bs = load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut)
     if length == cut.L - 1:
@@ -326,14 +326,14 @@ def _replay_kernel(
         elif part == 0:
             if head == 0:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-        if cut.TILES > 1:
+        if cut.WALK:
             Bs = load_ring_vectors(ring_B + entry * ring_strides.B[2], valid, n, cut.N, cut)
         _flush(
             out, state, ring_x + entry * ring_strides.x[2], Bs, dts, age, valid, token, head, draws, part, end, cut
         )  # fmt: skip
     else:
         decay, weight = _weights(dts, age, token)
-        if cut.TILES == 1:
+        if not cut.WALK:
             weight *= tl.sum(Bs.to(tl.float32) * token.C[None, :], axis=1)
             added = tl.sum(weight[:, None] * xs.to(tl.float32), axis=0)
         else:
