@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import contextlib
 import os
 
 # Also for the processes that tests start: threads that wait leave the cores to those that work. Read by OpenMP when
@@ -15,6 +16,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton's interpreter; read when Triton defines its own functions, so before any test imports it.
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ModuleNotFoundError):
+        import interpreted  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

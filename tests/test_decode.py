@@ -15,7 +15,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-import interpreted  # noqa: F401
 from tiny_models import tiny_model
 
 from experiments import decode

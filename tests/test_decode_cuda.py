@@ -9,7 +9,6 @@ import hydra
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-import interpreted  # noqa: F401
 from test_cuda_experiment import GPU, device  # noqa: F401
 from test_decode import TINY
 

@@ -18,7 +18,6 @@ from replayssm.kernels.torch import stored_step
 from replayssm.models import Decoder, ModelError, StoredStates, config_from_geometry, random_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
-import interpreted  # noqa: F401
 
 VOCABULARY, CAPACITY = 61, 48
 HOT = Sampling(1.2, top_p=0.9, seed=5)

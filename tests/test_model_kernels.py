@@ -11,8 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import interpreted  # noqa: F401
-
 from replayssm.kernels.triton import pointwise
 from replayssm.kernels.triton.attention import attend
 from replayssm.models.cache import ModelCache, StoredStates
