@@ -252,14 +252,15 @@ import importlib
 from replayssm import peers
 from replayssm.peers import modules
 peers.folder = lambda package: None
-geometry = Geometry(sys.argv[2], 2, 2, 64, 128)
-case = Case("kernel", "test", geometry, 1, 16, "aligned", Precision("fp32", "bf16"), "cuda", 0, 0,
-            Timing("test", 2, 1, 5.0, 0.01, 1.0, 1, 60.0))
-arm = importlib.import_module("experiments.arms." + sys.argv[1])
-told = arm.describe(case)
-assert told["version"] is None, told
-assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "fla", "flashinfer", "mamba_ssm")]
-print(arm.unsupported(case))
+for name, family in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    geometry = Geometry(family, 2, 2, 64, 128)
+    case = Case("kernel", "test", geometry, 1, 16, "aligned", Precision("fp32", "bf16"), "cuda", 0, 0,
+                Timing("test", 2, 1, 5.0, 0.01, 1.0, 1, 60.0))
+    arm = importlib.import_module("experiments.arms." + name.replace("/", "_").replace("-", "_"))
+    told = arm.describe(case)
+    assert told["version"] is None, told
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "fla", "flashinfer", "mamba_ssm")]
+    print(name, arm.unsupported(case), sep=": ")
 """
 SAID = {
     "stored/vllm": ("gdn", "vLLM is not installed; smallest install: pip install --no-deps vllm==0.33.0 regex"),
@@ -287,14 +288,11 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_an_absent_peer_is_unsupported_and_says_how_to_install_it(name: str) -> None:
-    family, said = SAID[name]
-    stem = name.replace("/", "_").replace("-", "_")
-    ran = subprocess.run(
-        [sys.executable, "-c", ABSENT, stem, family], capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    )
-    assert (ran.stdout.strip(), ran.stderr) == (said, "")
+def test_an_absent_peer_is_unsupported_and_says_how_to_install_it() -> None:
+    asked = [word for name, (family, _) in SAID.items() for word in (name, family)]
+    root = Path(__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", ABSENT, *asked], capture_output=True, text=True, cwd=root)
+    assert (ran.stdout.splitlines(), ran.stderr) == ([f"{name}: {said}" for name, (_, said) in SAID.items()], "")
 
 
 def test_a_replay_that_the_peer_does_not_have_is_unsupported() -> None:
@@ -365,21 +363,23 @@ KERNEL_FILES = {
 
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["no file", "no such name"])
-@pytest.mark.parametrize("package", PEERS)
-def test_a_peer_without_the_kernel_is_unsupported(package: str, renamed: bool, tmp_path: Path) -> None:
+def test_a_peer_without_the_kernel_is_unsupported(renamed: bool, tmp_path: Path) -> None:
     """As another version may be: the kernel's file is not where it was, or holds it under another name."""
-    file = tmp_path / package / KERNEL_FILES.get(package, "other.py")
-    file.parent.mkdir(parents=True)
-    (tmp_path / package / "__init__.py").touch()
-    (tmp_path / package / "ops" / "kda").mkdir(parents=True, exist_ok=True)
-    if renamed:
-        file.touch()
+    for package in PEERS:
+        file = tmp_path / package / KERNEL_FILES.get(package, "other.py")
+        file.parent.mkdir(parents=True)
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "ops" / "kda").mkdir(parents=True, exist_ok=True)
+        if renamed:
+            file.touch()
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     env = os.environ | {"PYTHONPATH": path}
-    ran = subprocess.run([sys.executable, "-c", PEERS[package]], capture_output=True, text=True, env=env, cwd=tmp_path)
+    code = "\n".join(PEERS.values())
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert "lacks the kernel: " in ran.stdout
-    assert ("cannot import name" in ran.stdout) == (renamed and package in KERNEL_FILES)
+    for package, told in zip(PEERS, ran.stdout.splitlines(), strict=True):
+        assert "lacks the kernel: " in told
+        assert ("cannot import name" in told) == (renamed and package in KERNEL_FILES), told
 
 
 def test_peer_arms_run_on_a_gpu_only() -> None:
