@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numba.core.caching import _CacheLocator
+
+from replayssm.kernels.cpu.compilation import CACHE_DIRECTORY
+
+subfolder = _CacheLocator.get_suitable_cache_subpath
 ROOT = Path(__file__).parents[1]
 PARTS = ("analysis", "configs", "experiments", "replayssm", "tests", "results/paper", "pyproject.toml")
 SMALL = ("model=nemotron_3_nano_4b", "model.ssm.heads=16", "batch_size=4", "interval_length=4", "threads=1")
@@ -27,7 +32,8 @@ LIMIT_S = 300
 class Tree:
     """A fresh copy of the project below ``folder``, in place of what lay there before; records go to ``records``.
 
-    ``cache`` is where machine code is kept; it serves later trees in the same folder, as far as sources are the same.
+    ``cache`` is where machine code is kept; it serves later trees in the same folder, as far as sources are the same,
+    and begins with what this checkout has compiled already.
     """
 
     def __init__(self, folder: Path, cache: Path) -> None:
@@ -41,8 +47,19 @@ class Tree:
                 shutil.copytree(source, copy, ignore=shutil.ignore_patterns("kernels-cpu-*"))
             else:
                 shutil.copy2(source, copy)
+        self._take_compiled()
         cache_bytes = '"last_level_cache_bytes": '
         self.patch("experiments/measure/provenance.py", f"{cache_bytes}_last_level_cache()", f"{cache_bytes}2 << 20")
+
+    def _take_compiled(self) -> None:
+        """Numba keeps machine code in a folder named after that of its sources, and reads it if those are the same."""
+        if CACHE_DIRECTORY is None:
+            return
+        mine, copied = (root / "replayssm/kernels/cpu/compilation.py" for root in (ROOT, self.root))
+        folder = self.cache / CACHE_DIRECTORY.name / subfolder(str(copied))
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (CACHE_DIRECTORY / subfolder(str(mine))).glob("*.nb[ci]"):
+            shutil.copy(path, folder)
 
     def patch(self, file: str, old: str, new: str) -> None:
         """Replace ``old``, which must stand in the file exactly once."""
