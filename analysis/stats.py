@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm, t
+from scipy.special import ndtr, stdtrit
 
 from experiments.measure.record import Record
 
@@ -148,4 +148,4 @@ def _tail(units: int) -> float:
     """Probability left on each side: the normal tail at ``sqrt(n / (n - 1)) t``, Student's t with n - 1 degrees."""
     if units < 2:
         return (1 - CONFIDENCE) / 2
-    return float(norm.cdf(math.sqrt(units / (units - 1)) * t.ppf((1 - CONFIDENCE) / 2, units - 1)))
+    return float(ndtr(math.sqrt(units / (units - 1)) * stdtrit(units - 1, (1 - CONFIDENCE) / 2)))
