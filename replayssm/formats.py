@@ -1,7 +1,8 @@
 """Number formats of the state as torch dtypes, and rounding to them: to nearest, or stochastically with Philox.
 
-Names and sizes are those of `replayssm.layout.FORMATS`; here are the ones without scales. Rounding to bf16 and fp16
-saturates at the largest finite number, infinities included, and keeps NaN and signs; fp32 is left as it is.
+Names and sizes are those of `replayssm.layout.FORMATS`; here are the ones without scales, and rounding to the elements
+of the others, whose storage is in `replayssm.packed`. Rounding to bf16 and fp16 saturates at the largest finite number,
+infinities included, and keeps NaN and signs; fp32 is left as it is.
 
 Stochastic rounding moves |x| to floor(|x| / ulp + u) ulp with u uniform in [0, 1), ulp being the format's spacing at x,
 below its smallest normal number too. So only the two neighbours of x can come out, a representable x never changes, and
@@ -10,8 +11,8 @@ the mean is x.
 u has 32 bits and depends on what is rounded and on nothing else: Philox4x32-10 with key = seed and counter = (request,
 layer, flush, group). Eight neighbours of a state row ``[N]`` make a group, the last one of a row may be short, and
 groups count through the rows of the layer's state ``[H,P,N]``. Neighbours 2 i and 2 i + 1 of a group get word i: the
-first as it is, the second with its halves exchanged. What decides at a normal bf16 or fp16 number is the top 16 or 13
-bits of u, so these are independent within a pair.
+first as it is, the second with its halves exchanged. What decides at a normal bf16, fp16 or e4m3 number is the top 16,
+13 or 20 bits of u: those of a pair are independent in bf16 and fp16, and share four of twenty in e4m3.
 
 Every back end has this definition; `replayssm.kernels.triton.rounding` is the one in Triton.
 """
@@ -42,16 +43,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Code:
-    """Layout of a 16-bit float: ``lowest`` is its smallest normal number's exponent field in float32; codes of the
-    largest finite number and of NaN."""
+    """Layout of a narrow float: ``lowest`` is its smallest normal number's exponent field in float32; codes of the
+    largest finite number and of NaN, where it has one."""
 
     mantissa_bits: int
     lowest: int
     largest: int
-    nan: int
+    nan: int | None
 
 
 CODES = {torch.bfloat16: Code(7, 1, 0x7F7F, 0x7FC0), torch.float16: Code(10, 113, 0x7BFF, 0x7E00)}
+E4M3, E2M1 = Code(3, 121, 0x7E, 0x7F), Code(1, 127, 0x7, None)
 
 GROUP = 8
 """Neighbours of a row that share one call of Philox."""
@@ -97,14 +99,16 @@ def random_words(
         ),
         dim=-1,
     )
-    words = philox4x32_10(torch.tensor([seed & LOW, seed >> 32], device=device), counter)
+    key = torch.stack([torch.full((), word, device=device) for word in (seed & LOW, seed >> 32)])
+    words = philox4x32_10(key, counter)
     words = torch.stack([words, (words << 16 & LOW) | words >> 16], dim=-1)
     return words.reshape(batch_size, rows, -1)[..., :state_dim].reshape(shape)
 
 
 def _column(name: str, number: int | Tensor, batch_size: int, device: torch.device) -> Tensor:
     """One word a row, ``[B,1]``, modulo 2^32."""
-    column = torch.as_tensor(number, device=device)
+    # No copy from the host, which a CUDA graph may not hold.
+    column = number.to(device) if isinstance(number, Tensor) else torch.full((), number & LOW, device=device)
     if column.dtype.is_floating_point or column.shape not in ((), (batch_size,)):
         raise ValueError(f"{name} has shape {list(column.shape)} of {column.dtype}; accepted: [{batch_size}] integers")
     return (column.long() & LOW).expand(batch_size)[:, None]
@@ -118,16 +122,22 @@ def round_with(x: Tensor, format: str, words: Tensor) -> Tensor:
     dtype = _dtype(x, format)
     if dtype == torch.float32:
         return x
-    code, bits = CODES[dtype], x.contiguous().view(torch.int32).long()
-    magnitude = bits & 0x7FFFFFFF
+    rounded = magnitude_codes(x, CODES[dtype], words)
+    return torch.where(x.signbit(), rounded - 0x8000, rounded).to(torch.int16).view(dtype)
+
+
+def magnitude_codes(x: Tensor, code: Code, words: Tensor) -> Tensor:
+    """The codes, without their sign, int64, of float32 ``x`` rounded with u = ``words`` / 2^32. Saturates; NaN becomes
+    the format's, or its largest number where it has none."""
+    magnitude = x.contiguous().view(torch.int32).long() & 0x7FFFFFFF
     exponent = (magnitude >> 23).clamp_min(1)
     significand = torch.where(magnitude < 1 << 23, magnitude, magnitude & 0x7FFFFF | 1 << 23)
     dropped = 23 - code.mantissa_bits + (code.lowest - exponent).clamp_min(0)
     # |x| / ulp with 32 bits behind the point, of which a carry may come.
     fixed = significand << 32 >> dropped.clamp_max(63)
     rounded = (fixed + words >> 32) + ((exponent - code.lowest).clamp_min(0) << code.mantissa_bits)
-    rounded = torch.where(magnitude > 0x7F800000, code.nan, rounded.clamp_max(code.largest))
-    return torch.where(bits < 0, rounded - 0x8000, rounded).to(torch.int16).view(dtype)
+    rounded = rounded.clamp_max(code.largest)
+    return rounded if code.nan is None else rounded.masked_fill(magnitude > 0x7F800000, code.nan)
 
 
 def stochastic_round(

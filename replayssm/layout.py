@@ -41,9 +41,12 @@ FORMATS = {
         Format("fp16", 16),
         # One float32 scale for 128 consecutive elements of a state row: a whole row at N or K = 128.
         Format("fp8_e4m3", 8, block=128, block_scale_bytes=4),
+        Format("fp8_e4m3_b32", 8, block=32, block_scale_bytes=4),
         Format("int8", 8, block=128, block_scale_bytes=4),
         # Two codes a byte, one E4M3 scale for 16 elements, and a float32 scale a row (a value row, by one block owned).
         Format("nvfp4", 4, block=16, block_scale_bytes=1, row_scale_bytes=4),
+        # As nvfp4, with a power of two (E8M0) for 32 elements and nothing else: OCP Microscaling Formats 1.0.
+        Format("mxfp4", 4, block=32, block_scale_bytes=1),
     )
 }
 PLAIN = ("fp32", "bf16", "fp16")
