@@ -180,7 +180,7 @@ def check_rounding(rounding: Rounding | None, state: Tensor, *, stored: bool) ->
     if rounding is None:
         return
     _check_counter(rounding.seed, rounding.layer)
-    if state.dtype not in CODES:
+    if state.dtype not in (*CODES, torch.uint8, torch.int8):
         raise ValueError(f"state has dtype {state.dtype}; accepted with rounding: {', '.join(map(str, CODES))}")
     if stored != (rounding.steps is not None):
         accepted = "[S] int64 for a stored step" if stored else "None for a replay step, which counts its flushes"

@@ -13,11 +13,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from analysis.bearing import PROFILES
-from experiments import traffic
+from experiments import precisions, traffic
 from experiments.app import CONFIGS, to_plain
 from experiments.case import DEFAULT_RECORDS, case_from_config, model_from_config, models_with_geometry
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
+from replayssm.precision import Precision
 
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 CHOICES = [f.relative_to(CONFIGS).with_suffix("") for f in FILES if f.parent != CONFIGS]
@@ -74,7 +75,11 @@ def test_a_model_without_geometry_says_so(model: str) -> None:
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_every_choice_of_every_group_composes(choice: Path) -> None:
     config = compose("kernel", f"{choice.parent}={choice.name}")
-    if choice.parent.name in ("precision", "timing") or choice.name in GEOMETRIES:
+    if choice.parent.name == "precision" and choice.name in precisions.names():
+        assert precisions.named(choice.name).precision == Precision(**config["precision"])
+        with pytest.raises(ConfigError, match=r"^precision.update=\w+ is not an option; accepted: state, inputs$"):
+            case_from_config(config)
+    elif choice.parent.name in ("precision", "timing") or choice.name in GEOMETRIES:
         where = {} if config["precision"]["state"] == "fp32" else {"device": "cuda"}  # CPU arms hold fp32 only
         case = case_from_config(config | where)
         assert choice.name in (case.model, case.timing.name, f"{case.precision.state}_{case.precision.inputs}")
@@ -120,6 +125,19 @@ def test_an_overridden_timing_changes_the_name() -> None:
     assert name("timing=gpu", *beside) == "gpu"
     assert name("timing=smoke", "timing.name=gpu") == "gpu+rounds=3+warmup_limit_s=0.5+warmup_tolerance=0.1"
     assert name("timing=smoke", "timing.name=mine", "timing.rounds=9") == "mine"
+
+
+def test_no_two_precisions_are_the_same() -> None:
+    assert len({precisions.named(name).precision for name in precisions.names()}) == len(precisions.names()) == 24
+
+
+def test_a_precision_is_named_with_its_interval_length() -> None:
+    arm = precisions.named("shared_nvfp4@4")
+    assert (arm.precision.update, arm.interval_length) == ("nvfp4", 4)
+    assert precisions.named("shared_nvfp4", 8).interval_length == 8
+    for wrong in ("shared_nvfp4@0", "shared_nvfp4@x", "fp32_bf16", "nvfp4"):
+        with pytest.raises(ConfigError, match=rf"^arms={wrong} .*; accepted: .*shared_nvfp4"):
+            precisions.named(wrong)
 
 
 def test_claims_rest_on_timings_that_exist() -> None:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from replayssm.cache import ReplayCache
+from replayssm.formats import DTYPES
+from replayssm.geometry import Geometry
 from replayssm.models import Decoder, ModelCache, ModelError, ReplayStates, States, StoredStates
 from replayssm.models.decoding import Decoding
+from replayssm.precision import Precision
 
 ARMS = ("stored/torch", "stored/cpu", "stored/triton", "replay/torch", "replay/cpu", "replay/triton")
 
@@ -23,19 +26,31 @@ def new_cache(
     capacity: int,
     interval_length: int = 16,
     state_dtype: torch.dtype = torch.float32,
+    precision: Precision | None = None,
+    seed: int = 0,
 ) -> ModelCache:
     """The model's cache for ``slots`` requests of up to ``capacity`` tokens, its states kept and stepped as ``arm``
-    says. Raises `ModelError` on an arm that does not exist or cannot run where the model is.
+    says. ``precision`` takes the place of ``state_dtype``: arm replay/torch has every one of them, with
+    ``interval_length=1`` as the stored recurrence, the others those of one format without scales; ``seed`` is of its
+    stochastic rounding. Raises `ModelError` on an arm that does not exist or cannot run where the model is, and on a
+    precision that it does not have.
     """
     kind, backend = check_arm(arm, model.embedding.device)
+    if precision is not None:
+        _refuse(precision, arm, model.geometry)
+        if precision.plain:
+            state_dtype, precision = DTYPES[precision.update], None
     step = _step(kind, backend, model.geometry.family)
     states: States
     if kind == "stored":
         device, layers = model.embedding.device, model.state_layers
         states = StoredStates(model.geometry, step, slots=slots, layers=layers, state_dtype=state_dtype, device=device)
     else:
-        replay = model.new_replay_cache(slots=slots, interval_length=interval_length, state_dtype=state_dtype)
-        states = ReplayStates(replay, step, _commit if backend == "triton" else None)
+        replay = model.new_replay_cache(
+            slots=slots, interval_length=interval_length, state_dtype=state_dtype, precision=precision
+        )
+        rounding_seed = seed if precision is not None and precision.stochastic else None
+        states = ReplayStates(replay, step, _commit if backend == "triton" else None, rounding_seed)
     return model.new_cache(states, slots=slots, capacity=capacity)
 
 
@@ -58,6 +73,19 @@ def check_arm(arm: str, device: torch.device) -> tuple[str, str]:
         here = [a for a in ARMS if a.endswith("/triton") == (device.type == "cuda")]
         raise ModelError(f"arm={arm} does not run on {device.type}; accepted: {', '.join(here)}")
     return kind, backend
+
+
+def _refuse(precision: Precision, arm: str, geometry: Geometry) -> None:
+    if arm != "replay/torch" and not precision.plain:
+        raise ModelError(
+            f"{precision} is not held by arm={arm}; accepted: replay/torch, or an update of fp32, bf16, fp16"
+        )
+    if arm.endswith("/cpu") and precision.update != "fp32":
+        raise ModelError(f"update={precision.update} is not held by arm={arm}; accepted: fp32")
+    try:
+        precision.refuse_for(geometry)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def _step(kind: str, backend: str, family: str) -> Any:

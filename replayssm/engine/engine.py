@@ -13,6 +13,7 @@ from replayssm.engine.arms import new_cache
 from replayssm.engine.sampling import Sampler, Sampling
 from replayssm.engine.step import Step
 from replayssm.models import Decoder, ModelError
+from replayssm.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Engine:
     """Decodes up to ``slots`` requests at a time, each of up to ``capacity`` tokens, prompt included.
 
     A slot whose request ends is given to the next one while the others go on. Prompts are read ``prompt_rows`` at a
-    time, ``chunk`` tokens of each. Raises `ModelError` on an arm that cannot run where the model is.
+    time, ``chunk`` tokens of each. ``precision`` and ``rounding_seed`` are as in `new_cache`, as its errors are. Raises
+    `ModelError` on an arm that cannot run where the model is.
     """
 
     model: Decoder
@@ -59,6 +61,8 @@ class Engine:
     capacity: int
     interval_length: int = 16
     state_dtype: torch.dtype = torch.float32
+    precision: Precision | None = None
+    rounding_seed: int = 0
     prompt_rows: int = 8
     chunk: int = 512
     _rows: dict[int, _Row] = field(default_factory=dict, init=False)
@@ -72,6 +76,8 @@ class Engine:
             capacity=self.capacity,
             interval_length=self.interval_length,
             state_dtype=self.state_dtype,
+            precision=self.precision,
+            seed=self.rounding_seed,
         )
         device = self.model.embedding.device
         self.sampler = Sampler(self.slots, device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from replayssm.cache import ReplayCache
+from replayssm.formats import Rounding
 from replayssm.geometry import Geometry
 
 StoredStep = Callable[..., None]
@@ -79,29 +80,33 @@ class ReplayStates:
     """Arm ``replay``: checkpoints, rings and cursors of a `ReplayCache`, all of whose slots it takes.
 
     ``commit(cache, slots)`` moves the cursors; the default asks the host for the slots, which a CUDA graph may not.
+    With a ``seed`` checkpoints are rounded stochastically, a slot being a request.
     """
 
     def __init__(
-        self, cache: ReplayCache, step: ReplayStep, commit: Callable[[ReplayCache, Tensor], None] | None = None
+        self,
+        cache: ReplayCache,
+        step: ReplayStep,
+        commit: Callable[[ReplayCache, Tensor], None] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.geometry, self.layers, self.slots = cache.geometry, cache.layers, cache.slots
         self.cache = cache
         self._handles = sorted(cache.allocate(cache.slots), key=lambda handle: handle.index)
         self._layers = [cache.layer(number) for number in range(cache.layers)]
         self._step, self._commit = step, commit
+        self._rounding: list[dict[str, Rounding]] = [
+            {} if seed is None else {"rounding": Rounding(seed, number)} for number in range(cache.layers)
+        ]
 
     def load(self, slots: Sequence[int], states: Tensor) -> None:
         self.cache.load_state(self.cache.batch([self._handles[slot] for slot in slots]), states)
 
     def fill(self, states: Tensor) -> None:
-        self.cache.state.copy_(states)
-        for tensor in self.cache.ring.values():
-            tensor.fill_(torch.nan)
-        self.cache.cursor.zero_()
-        self.cache.origin.zero_()
+        self.cache.fill(states)
 
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
-        self._step(out, self._layers[number], contiguous(inputs), slots, **more)
+        self._step(out, self._layers[number], contiguous(inputs), slots, **self._rounding[number], **more)
 
     def commit(self, slots: Tensor) -> None:
         if self._commit is not None:

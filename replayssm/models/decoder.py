@@ -14,6 +14,7 @@ from replayssm.models.cache import ModelCache, States
 from replayssm.models.decoding import Decoding
 from replayssm.models.options import ModelError
 from replayssm.models.prompt import Prompt
+from replayssm.precision import Precision
 
 
 class Decoder(nn.Module):
@@ -73,15 +74,22 @@ class Decoder(nn.Module):
         )
 
     def new_replay_cache(
-        self, *, slots: int, interval_length: int = 16, state_dtype: torch.dtype = torch.float32
+        self,
+        *,
+        slots: int,
+        interval_length: int = 16,
+        state_dtype: torch.dtype = torch.float32,
+        precision: Precision | None = None,
     ) -> ReplayCache:
-        """A `ReplayCache` for this model's state-space layers, its ring in the model's dtype."""
+        """A `ReplayCache` for this model's state-space layers, its ring in the model's dtype unless ``precision`` says
+        another, which takes the place of ``state_dtype``."""
         return ReplayCache(
             self.geometry,
             slots=slots,
             layers=self.state_layers,
             interval_length=interval_length,
             state_dtype=state_dtype,
+            precision=precision,
             input_dtype=self.embedding.dtype,
             device=self.embedding.device,
         )

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from replayssm.cache import CacheLayer
 from replayssm.formats import Rounding, check_rounding
-from replayssm.kernels.torch.stored import FORMATS, consecutive, rounded, step, widened
+from replayssm.kernels.torch.ring import entries, ordered_ring, refuse_other_dtypes
+from replayssm.kernels.torch.stored import FORMATS, consecutive, rounded, step, widened, words
+from replayssm.packed import pack, unpack
 from replayssm.recurrence import gdn, kda, mamba2
 
 
@@ -24,7 +26,7 @@ def replay_step(
     if layer.window is not None:
         raise ValueError(f"replay_step got a cache with window={layer.window}; accepted: None, or use verify_step")
     check_rounding(rounding, layer.state, stored=False)
-    _refuse_other_dtypes(layer, inputs)
+    refuse_other_dtypes(layer, inputs)
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
         return
@@ -34,20 +36,20 @@ def replay_step(
     if not due.all():
         # Reading the few rows that flush as well costs less than copying the state of all others.
         inputs_live = inputs.rows(rows)
-        view = None if layer.state.dtype in FORMATS else consecutive(layer.state, live)
-        state = widened(layer.state[live]) if view is None else view
-        y, entries = _read(layer, state, live, length, inputs_live)
+        y, appended = _read(layer, readable(layer, live), live, length, inputs_live)
         out[rows[~due]] = y[~due].to(out.dtype)
         position = (layer.origin[live] + layer.cursor[live]) % layer.capacity
-        for name, value in entries.items():
-            layer.ring[name][live[~due], :, position[~due].long()] = value[~due].to(layer.ring[name].dtype)
+        for name, value in appended.items():
+            layer.ring[name][live[~due], :, position[~due].long()] = value[~due]
     if due.any():
         state = _folded(layer, live[due], inputs)
         out[rows[due]] = step(state, inputs.rows(rows[due])).to(out.dtype)
         _flush(layer, live[due], state, rounding)
 
 
-def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> None:
+def verify_step(
+    out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor, *, rounding: Rounding | None = None
+) -> None:
     """A window of T tokens a row, ``out [B,T,H,P]``: rows whose flush is due fold their committed ring first; the
     window is computed against checkpoint and ring, and appended behind the committed tokens, whether accepted or not.
     Raises ``ValueError`` for a cache without a window, and for inputs of another T or another dtype than the ring's.
@@ -57,7 +59,8 @@ def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
         raise ValueError("verify_step needs a cache made with a window; this one decodes one token a step")
     if inputs[0].shape[1] != window:
         raise ValueError(f"inputs hold {inputs[0].shape[1]} tokens a row; accepted: window={window}")
-    _refuse_other_dtypes(layer, inputs)
+    check_rounding(rounding, layer.state, stored=False)
+    refuse_other_dtypes(layer, inputs)
     rows = (slots >= 0).nonzero()[:, 0]
     if len(rows) == 0:
         return
@@ -65,40 +68,22 @@ def verify_step(out: Tensor, layer: CacheLayer, inputs: Any, slots: Tensor) -> N
     length = layer.cursor[live].long()
     due = (length > layer.interval_length - window) | (layer.interval_length < window)
     if due.any():
-        _flush(layer, live[due], _folded(layer, live[due], inputs), None)
+        _flush(layer, live[due], _folded(layer, live[due], inputs), rounding)
     ring = ordered_ring(layer, live)
     inputs = inputs.rows(rows)
     visible = torch.where(due, 0, length)
+    state = readable(layer, live)
     if layer.family == "mamba2":
-        y = mamba2.verify(widened(layer.state[live]), ring, visible, inputs)
-        entries = {"x": inputs.x, "B": inputs.B, "dt": inputs.dt}
+        y, d = mamba2.verify(state, ring, visible, inputs), None
     else:
         family = gdn if layer.family == "gdn" else kda
-        y, d = family.verify(widened(layer.state[live]), ring, visible, inputs)
-        entries = _delta_entries(layer, inputs, d)
+        y, d = family.verify(state, ring, visible, inputs)
     out[rows] = y.to(out.dtype)
     positions = (layer.origin[live].long() + length)[:, None] + torch.arange(window, device=live.device)
     positions = positions % layer.capacity
-    for name, value in entries.items():
+    for name, value in entries(layer, inputs, d).items():
         # Advanced indices around a slice move the heads behind them: [B,T,heads,...], as the window has it.
-        layer.ring[name][live[:, None], :, positions] = value.to(layer.ring[name].dtype)
-
-
-def _refuse_other_dtypes(layer: CacheLayer, inputs: Any) -> None:
-    """The ring holds inputs as they arrived; appending them in another dtype would round them silently."""
-    for name, entries in layer.ring.items():
-        held = entries.dtype
-        given = getattr(inputs, name).dtype if name in inputs._fields else held
-        if given is not held:
-            raise ValueError(f"{name} has dtype {given}; accepted: {held}, the dtype of the ring")
-
-
-def ordered_ring(layer: CacheLayer, live: Tensor) -> Any:
-    """The rings of the slots ``live [B]`` in time order, as the family's ``Ring`` tuple; free entries included."""
-    capacity = layer.capacity
-    order = (layer.origin[live].long()[:, None] + torch.arange(capacity, device=live.device)) % capacity
-    tensors = {name: tensor[live[:, None], :, order].transpose(1, 2) for name, tensor in layer.ring.items()}
-    return (mamba2.Ring if layer.family == "mamba2" else gdn.Ring)(**tensors)
+        layer.ring[name][live[:, None], :, positions] = value
 
 
 def _read(
@@ -107,28 +92,46 @@ def _read(
     """Output of the current token and what its ring entry holds."""
     ring = ordered_ring(layer, live)
     if layer.family == "mamba2":
-        return mamba2.read(state, ring, length, inputs), {"x": inputs.x, "B": inputs.B, "dt": inputs.dt}
+        return mamba2.read(state, ring, length, inputs), entries(layer, inputs, None)
     family = gdn if layer.family == "gdn" else kda
     y, d = family.read(state, ring, length, inputs)
-    return y, _delta_entries(layer, inputs, d)
-
-
-def _delta_entries(layer: CacheLayer, inputs: gdn.Inputs, d: Tensor) -> dict[str, Tensor]:
-    k = inputs.k.to(d.dtype)
-    entries = {"k": inputs.k, "k_rnorm": gdn.rnorm(k), "d": d, "g": inputs.g}
-    return entries | ({"v": inputs.v, "beta": inputs.beta} if "v" in layer.ring else {})
+    return y, entries(layer, inputs, d)
 
 
 def _folded(layer: CacheLayer, live: Tensor, inputs: Any) -> Tensor:
     """The checkpoints of ``live``, moved over their committed rings; ``inputs`` brings Mamba-2's A."""
-    ring, length, state = ordered_ring(layer, live), layer.cursor[live].long(), widened(layer.state[live])
+    return folded(layer, checkpoint(layer, live), ordered_ring(layer, live), layer.cursor[live].long(), inputs)
+
+
+def folded(layer: CacheLayer, state: Tensor, ring: Any, length: Tensor, inputs: Any) -> Tensor:
+    """``state`` moved over ``length`` tokens of a ring, as the layer folds."""
     if layer.family == "mamba2":
         return mamba2.fold(state, ring, length, inputs.A)
     family = gdn if layer.family == "gdn" else kda
     return (family.fold if ring.v is None else family.fold_raw)(state, ring, length)
 
 
+def checkpoint(layer: CacheLayer, live: Tensor) -> Tensor:
+    """What flushes start from, of the slots ``live``: ``[B,H,P,N]`` in the dtype in which it is computed."""
+    return widened(layer.state[live]) if layer.packed is None else unpack(layer.packed[live])
+
+
+def readable(layer: CacheLayer, live: Tensor) -> Tensor:
+    """What outputs are computed from; a view where that can be."""
+    if layer.read_copy is not None:
+        return unpack(layer.read_copy[live])
+    plain = layer.packed is None and layer.state.dtype not in FORMATS
+    view = consecutive(layer.state, live) if plain else None
+    return checkpoint(layer, live) if view is None else view
+
+
 def _flush(layer: CacheLayer, live: Tensor, state: Tensor, rounding: Rounding | None) -> None:
-    """Write checkpoints, rounded to their dtype, and count it."""
-    layer.state[live] = rounded(state, layer.state.dtype, live, rounding, layer.flushes)
+    """Write checkpoints, and read copies of the same states, each rounded to its format, and count it."""
+    if layer.packed is None:
+        layer.state[live] = rounded(state, layer.state.dtype, live, rounding, layer.flushes)
+    else:
+        drawn = None if rounding is None else words(state.shape, live, rounding, layer.flushes)
+        layer.packed[live] = pack(state, layer.packed.format, drawn)
+    if layer.read_copy is not None:
+        layer.read_copy[live] = pack(state, layer.read_copy.format)
     layer.flushes[live] += 1

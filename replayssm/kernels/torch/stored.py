@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.formats import DTYPES, Rounding, check_rounding, nearest_round, stochastic_round
+from replayssm.formats import DTYPES, Rounding, check_rounding, nearest_round, random_words, round_with
 from replayssm.recurrence import gdn, mamba2
 
 FORMATS = {DTYPES[name]: name for name in ("bf16", "fp16")}
@@ -45,9 +45,13 @@ def rounded(x: Tensor, dtype: torch.dtype, live: Tensor, rounding: Rounding | No
         return x
     if rounding is None or number is None:
         return nearest_round(x, FORMATS[dtype])
+    return round_with(x, FORMATS[dtype], words(x.shape, live, rounding, number))
+
+
+def words(shape: torch.Size, live: Tensor, rounding: Rounding, number: Tensor) -> Tensor:
+    """The random words of the slots' states ``[B,H,P,N]``; ``number [S]`` are those of their rounding."""
     request = live if rounding.requests is None else rounding.requests[live]
-    seed, layer = rounding.seed, rounding.layer
-    return stochastic_round(x, FORMATS[dtype], seed=seed, request=request, layer=layer, flush=number[live])
+    return random_words(shape, seed=rounding.seed, request=request, layer=rounding.layer, flush=number[live])
 
 
 def step(state: Tensor, inputs: Any) -> Tensor:
