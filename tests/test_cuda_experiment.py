@@ -38,7 +38,7 @@ from replayssm.geometry import Geometry  # noqa: E402
 from replayssm.kernels.triton import bandwidth  # noqa: E402
 
 ARMS = ("stored/triton", "replay/triton")
-ROUNDS, LENGTH = 2, 3
+ROUNDS, LENGTH = 2, 3 if GPU else 2
 ROWS, SHAPE = (64, (32, 8, 64, 128)) if GPU else (2, (1, 1, 8, 16))
 """Batch, heads, groups, head_dim and state_dim: some copies rotate."""
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")

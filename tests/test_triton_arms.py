@@ -65,7 +65,7 @@ def test_replay_variants_pass_the_gates_and_write_once_an_interval(name: str, fa
 
 @every_family
 def test_stored_gates_pass_the_gates(family: str) -> None:
-    judged("stored/triton-gates", case(family))
+    judged("stored/triton-gates", case(family, length=2))
 
 
 @pytest.mark.parametrize("length", [1, 5])
