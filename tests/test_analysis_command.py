@@ -222,6 +222,8 @@ def test_an_interrupt_ends_with_one_line(tmp_path, capsys, monkeypatch):
 
 
 def printed(folder, monkeypatch, capsys, columns, *groups):
+    """What the command says, without its figures."""
+    monkeypatch.setattr(figures, "draw", lambda *arguments: [])
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["--records", str(write(folder / "r", *groups)), "--out", str(folder / "out")]) == 0
     return capsys.readouterr().out
