@@ -15,11 +15,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from experiments.measure.record import Record, read_lines
 
 FINAL = ("ok", "unsupported", "incorrect")
 """Statuses that running again would not change; ``oom``, ``error`` and ``timeout`` are tried again."""
+
+
+class Line(Protocol):
+    """A record of any schema."""
+
+    def to_json(self) -> str: ...
 
 
 class Journal:
@@ -30,7 +37,7 @@ class Journal:
         self._file: int | None = None
         self.path: Path | None = None
 
-    def append(self, records: Iterable[Record]) -> None:
+    def append(self, records: Iterable[Line]) -> None:
         """Append a group. Raises ``OSError`` if a line could not be written whole."""
         lines = [(record.to_json() + "\n").encode() for record in records]
         if self._file is None:

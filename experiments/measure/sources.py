@@ -47,8 +47,13 @@ def arm_sources(arm: str, device: str, experiment: str = "kernel") -> dict[str, 
     """SHA-256 by path, relative to the repository, of the arm's file, all project files it imports, and `DATA` for the
     device of that name, where there is some; with what an experiment of whole models runs around it.
     """
+    return sources_from([arm_file(arm), *(ROOT / path for path in AROUND.get(experiment, ()))], device)
+
+
+def sources_from(files: list[Path], device: str) -> dict[str, str]:
+    """As `arm_sources`, of the files and all that they import."""
     found: dict[Path, str] = {}
-    waiting = [arm_file(arm), *(ROOT / path for path in AROUND.get(experiment, ()))]
+    waiting = list(files)
     while waiting:
         path = waiting.pop()
         if path in found:
@@ -69,7 +74,11 @@ def file_name(device: str) -> str:
 
 def arm_hash(arm: str, device: str, experiment: str = "kernel") -> str:
     """First 16 hexadecimal digits of the hash over `arm_sources` and the installed versions that they depend on."""
-    found = arm_sources(arm, device, experiment)
+    return hash_of(arm_sources(arm, device, experiment))
+
+
+def hash_of(found: dict[str, str]) -> str:
+    """As `arm_hash`, of sources by path."""
     lines = [f"{path} {digest}" for path, digest in found.items()]
     names = {name for start, names in INSTALLED.items() for name in names if any(p.startswith(start) for p in found)}
     lines += [f"{name} {_version(name)}" for name in sorted(names)]

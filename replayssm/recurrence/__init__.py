@@ -5,7 +5,8 @@ against, and the replay forms ``read``, ``fold`` and ``verify`` of the same recu
 arithmetic runs in the state's dtype (float32 or float64), whatever the dtype of the inputs.
 
 Rings are given in time order, oldest token first, as ``[B, ..., J, ...]`` with ``length [B]`` valid tokens a row; what
-lies behind ``length`` is never used, not even multiplied by zero, so it may hold NaN.
+lies behind ``length`` is never used, not even multiplied by zero, so it may hold NaN. A ``length`` of None says
+that all tokens of all rows are valid.
 """
 
 from replayssm.recurrence import gdn, kda, mamba2

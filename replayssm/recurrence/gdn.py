@@ -100,7 +100,7 @@ def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return (state * q[..., None, :]).sum(-1), state
 
 
-def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def read(state: Tensor, ring: Ring, length: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,HV,V]``, of the next token from checkpoint and ring; the state is never formed."""
     q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
     ring = valid_ring(ring, length, state.dtype)
@@ -117,7 +117,7 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
     return Sqk[..., 0] + d * (k * q).sum(-1).repeat_interleave(share, dim=1)[..., None], d
 
 
-def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
+def fold(state: Tensor, ring: Ring, length: Tensor | None) -> Tensor:
     """The checkpoint ``[B,HV,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
     ring = valid_ring(ring, length, state.dtype)
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
@@ -127,7 +127,7 @@ def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     )
 
 
-def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
+def fold_raw(state: Tensor, ring: Ring, length: Tensor | None) -> Tensor:
     """As `fold`, with ``d`` solved again from ``v``, ``k``, ``beta`` and ``g`` against the checkpoint; ``ring.d`` is
     not used. Raises ``ValueError`` if the ring holds no raw inputs.
     """
@@ -137,7 +137,7 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
     k = (ring.k * ring.k_rnorm[..., None]).repeat_interleave(state.shape[1] // ring.k.shape[1], dim=1)
     Hk = torch.exp(ring.g.cumsum(-1))[..., None] * torch.einsum("bhvk,bhjk->bhjv", state, k)
     kk = torch.einsum("bhsk,bhrk->bhsr", k, k)
-    d = corrected_values(kk * torch.exp(between(ring.g, -1)), ring.v - Hk, ring.beta)
+    d = substituted(kk * torch.exp(between(ring.g, -1)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 
@@ -173,8 +173,22 @@ def corrected_values(products: Tensor, error: Tensor, beta: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(system, beta[..., None] * error, upper=False, unitriangular=True)
 
 
-def valid_ring(ring: Ring, length: Tensor, dtype: torch.dtype) -> Ring:
-    """The ring in ``dtype`` with what lies behind ``length`` replaced by zeros: g = 0, d = 0, beta = 0 add nothing."""
+def substituted(products: Tensor, error: Tensor, beta: Tensor) -> Tensor:
+    """As `corrected_values`, token by token for the few tokens of a ring: a CUDA graph may hold this."""
+    d: list[Tensor] = []
+    for s in range(error.shape[2]):
+        own = error[:, :, s]
+        if d:
+            own = own - torch.einsum("bhr,bhrv->bhv", products[:, :, s, :s], torch.stack(d, dim=2))
+        d.append(beta[:, :, s, None] * own)
+    return torch.stack(d, dim=2) if d else error
+
+
+def valid_ring(ring: Ring, length: Tensor | None, dtype: torch.dtype) -> Ring:
+    """The ring in ``dtype`` with what lies behind ``length`` replaced by zeros: g = 0, d = 0, beta = 0 add nothing.
+    A length of None: all of it is valid."""
+    if length is None:
+        return Ring(*(None if t is None else t.to(dtype) for t in ring))  # type: ignore[arg-type]
     free = torch.arange(ring.g.shape[2], device=length.device) >= length[:, None]
 
     def keep(t: Tensor) -> Tensor:

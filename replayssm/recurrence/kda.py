@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from replayssm.recurrence.decay import after, between
-from replayssm.recurrence.gdn import EPS, Inputs, Ring, corrected_values, rnorm, valid_ring
+from replayssm.recurrence.gdn import EPS, Inputs, Ring, corrected_values, rnorm, substituted, valid_ring
 
 __all__ = ["EPS", "Inputs", "Ring", "fold", "fold_raw", "gates", "read", "rnorm", "step", "verify"]
 # The tuples are those of GDN with as many key heads as value heads and g of shape [B,H,K], in the ring [B,H,J,K].
@@ -56,7 +56,7 @@ def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return (state * q[..., None, :]).sum(-1), state
 
 
-def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def read(state: Tensor, ring: Ring, length: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o, d)``, each ``[B,H,V]``, of the next token from checkpoint and ring; the state is never formed."""
     q, k, v, g, beta = (t.to(state.dtype) for t in inputs)
     ring = valid_ring(ring, length, state.dtype)
@@ -71,14 +71,14 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> tuple[Ten
     return Sqk[..., 0] + d * (k * q).sum(-1)[..., None], d
 
 
-def fold(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
+def fold(state: Tensor, ring: Ring, length: Tensor | None) -> Tensor:
     """The checkpoint ``[B,H,V,K]`` moved forward over the ring's ``length [B]`` tokens, from the buffered ``d``."""
     ring = valid_ring(ring, length, state.dtype)
     decayed_k = ring.k * ring.k_rnorm[..., None] * torch.exp(after(ring.g, 2))
     return torch.exp(ring.g.sum(2))[:, :, None] * state + torch.einsum("bhjv,bhjk->bhvk", ring.d, decayed_k)
 
 
-def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
+def fold_raw(state: Tensor, ring: Ring, length: Tensor | None) -> Tensor:
     """As `fold`, with ``d`` solved again from ``v``, ``k``, ``beta`` and ``g`` against the checkpoint; ``ring.d`` is
     not used. Raises ``ValueError`` if the ring holds no raw inputs.
     """
@@ -87,7 +87,7 @@ def fold_raw(state: Tensor, ring: Ring, length: Tensor) -> Tensor:
         raise ValueError("fold_raw needs a ring with v and beta; this one holds d only")
     k = ring.k * ring.k_rnorm[..., None]
     Hk = torch.einsum("bhvk,bhjk->bhjv", state, torch.exp(ring.g.cumsum(2)) * k)
-    d = corrected_values(_products(k, k, between(ring.g, 2)), ring.v - Hk, ring.beta)
+    d = substituted(_products(k, k, between(ring.g, 2)), ring.v - Hk, ring.beta)
     return fold(state, ring._replace(d=d), length)
 
 

@@ -85,7 +85,7 @@ def step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return y, state
 
 
-def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> Tensor:
+def read(state: Tensor, ring: Ring, length: Tensor | None, inputs: Inputs) -> Tensor:
     """Output ``y [B,H,P]`` of the next token from checkpoint and ring; the state at that token is never formed."""
     x, B, C, dt, A = (t.to(state.dtype) for t in inputs[:5])
     ring = _valid(ring, length, state.dtype)
@@ -101,7 +101,7 @@ def read(state: Tensor, ring: Ring, length: Tensor, inputs: Inputs) -> Tensor:
     return _finish(y, inputs)
 
 
-def fold(state: Tensor, ring: Ring, length: Tensor, A: Tensor) -> Tensor:
+def fold(state: Tensor, ring: Ring, length: Tensor | None, A: Tensor) -> Tensor:
     """The checkpoint ``[B,H,P,N]`` moved forward over the ring's ``length [B]`` tokens; ``state`` is not changed."""
     ring = _valid(ring, length, state.dtype)
     A = A.to(state.dtype)
@@ -140,8 +140,11 @@ def _finish(y: Tensor, inputs: Inputs) -> Tensor:
     return y if inputs.z is None else y * F.silu(inputs.z.to(y.dtype))
 
 
-def _valid(ring: Ring, length: Tensor, dtype: torch.dtype) -> Ring:
-    """The ring in ``dtype`` with what lies behind ``length`` replaced by zeros: dt = 0 neither decays nor adds."""
+def _valid(ring: Ring, length: Tensor | None, dtype: torch.dtype) -> Ring:
+    """The ring in ``dtype`` with what lies behind ``length`` replaced by zeros: dt = 0 neither decays nor adds.
+    A length of None: all of it is valid."""
+    if length is None:
+        return Ring(*(t.to(dtype) for t in ring))
     free = torch.arange(ring.dt.shape[-1], device=length.device) >= length[:, None]
     x = ring.x.to(dtype).masked_fill(free[:, None, :, None], 0.0)
     B = ring.B.to(dtype).masked_fill(free[:, None, :, None], 0.0)

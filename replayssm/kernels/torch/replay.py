@@ -103,8 +103,8 @@ def _folded(layer: CacheLayer, live: Tensor, inputs: Any) -> Tensor:
     return folded(layer, checkpoint(layer, live), ordered_ring(layer, live), layer.cursor[live].long(), inputs)
 
 
-def folded(layer: CacheLayer, state: Tensor, ring: Any, length: Tensor, inputs: Any) -> Tensor:
-    """``state`` moved over ``length`` tokens of a ring, as the layer folds."""
+def folded(layer: CacheLayer, state: Tensor, ring: Any, length: Tensor | None, inputs: Any) -> Tensor:
+    """``state`` moved over ``length`` tokens of a ring, None for all of them, as the layer folds."""
     if layer.family == "mamba2":
         return mamba2.fold(state, ring, length, inputs.A)
     family = gdn if layer.family == "gdn" else kda
