@@ -25,7 +25,7 @@ from experiments.app import run
 from experiments.options import refuse
 from experiments.pg19_case import ROOT, DriftCase, arms_from_config, case_from_config, case_hash
 
-NOISE = {"fp32": 1e-6, "bf16": 1e-2}
+NOISE = {"fp32": 1e-8, "bf16": 1e-2}
 """Most mean KL in nats that the control and the second reference may have, by the format of activations."""
 PROMPT_NATS = 0.02
 """Most mean difference of the reference's log-likelihoods to those of a prompt read in chunks."""

@@ -99,7 +99,8 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
 
 def weights_folder(config: Mapping[str, Any]) -> Path:
     """The folder of ``weights``, which may be the name of an embedded model."""
-    told = f"a folder with config.json and safetensors, or one of {', '.join(sorted(p.name for p in MODELS.iterdir()))}"
+    embedded = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
+    told = f"a folder with config.json and safetensors, or one of {', '.join(embedded)}"
     asked = text(config, "weights", told)
     folder = next((path for path in (Path(asked), MODELS / asked) if path.is_dir()), None)
     if folder is None:

@@ -71,10 +71,12 @@ class Run:
         kl, nll, agree = (buffer.double().cpu() for buffer in (drift.kl, drift.nll, drift.agree))
         control = self.names.index(CONTROL)
         prompt = drift.prompt_difference()
+        tokens = drift.tokens.cpu().numpy()
         counted = abs(int(drift.position) - drift.length) + int((drift.cache.length != drift.length).sum())
         made = []
         for number, document in enumerate(self.documents):
             shared = [
+                Check("tokens that are not the document's", int((tokens[number] != document.tokens).sum()), 0),
                 Check("positions that the device did not count", counted, 0),
                 Check("KL of the reference to itself", float(kl[0, number].abs().max()), 0),
                 Check("mean KL of the reference run again", float(kl[1, number].mean()), noise),
