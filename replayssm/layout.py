@@ -50,13 +50,15 @@ FORMATS = {
     )
 }
 PLAIN = ("fp32", "bf16", "fp16")
+IN_RING = (*PLAIN, "fp8_e4m3")
 
 
 @dataclass(frozen=True)
 class Ring:
     """What one ring token holds. Mamba-2: x, B in ``inputs``, dt in float32. GDN and KDA: k in ``inputs``, d in ``d``,
     g in float32, with ``key_norm`` the float32 1/norm of k, with ``raw`` also v in ``inputs`` and beta in float32, from
-    which flushes then fold instead of d. Formats are those without scales; raises ``ValueError`` on another."""
+    which flushes then fold instead of d. Scales of fp8_e4m3 are those of each vector; raises ``ValueError`` on another
+    format."""
 
     inputs: str = "bf16"
     d: str = "fp32"
@@ -65,19 +67,20 @@ class Ring:
 
     def __post_init__(self) -> None:
         for field in ("inputs", "d"):
-            if getattr(self, field) not in PLAIN:
-                raise ValueError(f"{field}={getattr(self, field)!r} is no ring format; accepted: {', '.join(PLAIN)}")
+            if getattr(self, field) not in IN_RING:
+                raise ValueError(f"{field}={getattr(self, field)!r} is no ring format; accepted: {', '.join(IN_RING)}")
 
     def token_bytes(self, geometry: Geometry) -> tuple[int, int, int]:
         """Bytes of one token ``(appended, read for outputs, read to fold)``."""
-        g, size = geometry, FORMATS[self.inputs].bits // 8
+        g, inputs = geometry, FORMATS[self.inputs]
+        values, keys = g.heads * inputs.row_bytes(g.head_dim), g.groups * inputs.row_bytes(g.state_dim)
         if g.family == "mamba2":
-            token = size * (g.heads * g.head_dim + g.groups * g.state_dim) + 4 * g.heads
+            token = values + keys + 4 * g.heads
             return token, token, token
-        key = size * g.groups * g.state_dim + 4 * g.groups * self.key_norm
+        key = keys + 4 * g.groups * self.key_norm
         decay = 4 * g.heads * (g.state_dim if g.family == "kda" else 1)
-        corrected = FORMATS[self.d].bits // 8 * g.heads * g.head_dim
-        raw = size * g.heads * g.head_dim + 4 * g.heads if self.raw else 0
+        corrected = g.heads * FORMATS[self.d].row_bytes(g.head_dim)
+        raw = values + 4 * g.heads if self.raw else 0
         return key + decay + corrected + raw, key + decay + corrected, key + decay + (raw or corrected)
 
 

@@ -78,6 +78,10 @@ def test_records_hold_what_was_asked(measured: Path, books: Path, capsys: pytest
     by_arm = {arm: [r for r in records if r.arm == arm] for arm in records[0].arms}
     mean = {arm: sum(sum(r.kl) for r in found) / TOKENS / 2 for arm, found in by_arm.items()}
     assert mean["shared_fp32@1"] == 0
+    moved = {arm: found[0].traffic for arm, found in by_arm.items()}
+    assert moved["shared_fp32@1"] == {"update": 4.0, "read": 0.0, "step": 8.0}
+    assert (moved["dual_fp8_sr_nvfp4"]["update"], moved["dual_fp8_sr_nvfp4"]["read"]) == (1 + 4 / 128, 0.5 + 12 / 128)
+    assert moved["dual_fp8_sr_nvfp4"]["step"] < moved["shared_fp32"]["step"] / 3
     assert mean["shared_fp32"] < 1e-9 < 1e-5 < mean["dual_fp8_sr_nvfp4"] < 0.5
     assert 1e-4 < mean["shared_nvfp4"] < 0.5
     assert sum(by_arm["shared_fp32"][0].agree) == TOKENS

@@ -30,8 +30,12 @@ NEVER = {
 }
 """Folder -> modules that no file in it may import, their submodules included."""
 
+SCHEMAS = ("record", "record.*", "drift_record", "drift_record.*")
 ONLY = {
-    "analysis": ("experiments", ("experiments.measure.record", "experiments.measure.record.*")),
+    "analysis": (
+        "experiments",
+        ("experiments.measure.record", "experiments.measure.record.*", "experiments.measure.drift_record.*"),
+    ),
     "replayssm/kernels/cpu": ("replayssm.recurrence", ("replayssm.recurrence.*.Inputs",)),
     "replayssm/kernels/triton": ("replayssm.recurrence", ("replayssm.recurrence.*.Inputs",)),
     "replayssm/kernels/cuda": ("replayssm.recurrence", ("replayssm.recurrence.*.Inputs",)),

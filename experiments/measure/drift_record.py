@@ -73,6 +73,9 @@ class DriftRecord:
     agree: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
     state_error: dict[str, Any] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)
+    """Of one layer and row, an element of the state: ``update`` and ``read`` are bytes stored, ``step`` those moved by
+    the mean step of a cycle, ring included."""
     checks: tuple[Check, ...] = ()
     elapsed_s: float = 0.0
     """Of the whole batch, the parts of an interrupted run together."""
@@ -124,7 +127,7 @@ class DriftRecord:
             checks = tuple(Check(c["name"], float(c["value"]), c["limit"]) for c in data.pop("checks"))
             for name in ("arms", "argv", "edges", *SUMS, *COUNTS):
                 data[name] = tuple(data[name])
-            for name in ("case", "device", "document", "precision", "state_error"):
+            for name in ("case", "device", "document", "precision", "state_error", "traffic"):
                 if not isinstance(data[name], dict):
                     raise ValueError(f"{name} is no mapping")
             if type(data["document"]["number"]) is not int:

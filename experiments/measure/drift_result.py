@@ -19,6 +19,9 @@ from experiments.measure.record import read_lines
 from experiments.measure.sources import ROOT, hash_of, sources_from
 from experiments.pg19_case import CONTROL, REFERENCE, DriftCase, case_hash
 from experiments.precisions import PrecisionArm
+from replayssm.geometry import Geometry
+from replayssm.layout import FORMATS, Ring
+from replayssm.traffic import replay
 
 DIGITS = 6
 """Significant digits of a recorded number."""
@@ -94,7 +97,12 @@ class Run:
                     *shared,
                 ]
                 failed = [f"{c.name} {c.value:.3g} exceeds {c.limit:g}" for c in checks if not c.passed]
-                measured: dict[str, Any] = {"checks": tuple(checks), "elapsed_s": round(drift.elapsed_s, 3)}
+                moved = traffic(drift.model.geometry, arm, self.case.inputs)
+                measured: dict[str, Any] = {
+                    "traffic": moved,
+                    "checks": tuple(checks),
+                    "elapsed_s": round(drift.elapsed_s, 3),
+                }
                 if not failed:
                     spans = list(pairwise(edges))
                     measured |= {
@@ -138,6 +146,18 @@ class Run:
             ended_utc=now_utc(),
             **measured,
         )
+
+
+def traffic(geometry: Geometry, arm: PrecisionArm, inputs: str) -> dict[str, float]:
+    """As `DriftRecord.traffic` says."""
+    precision, elements = arm.precision, geometry.state_elements
+    stored = {
+        name: FORMATS[format].state_bytes(geometry) / elements if format else 0.0
+        for name, format in (("update", precision.update), ("read", precision.read))
+    }
+    ring = Ring(precision.ring or inputs, precision.ring or "fp32", raw=precision.fold == "raw")
+    cycle = replay(geometry, arm.interval_length, precision.update, precision.read, ring)
+    return stored | {"step": rounded(cycle.per_step().total_bytes / elements)}
 
 
 def state_error(snapshots: list[dict[str, Any]], arm: int, document: int) -> dict[str, Any]:
