@@ -1,0 +1,312 @@
+"""GDN and KDA in Triton, speculative decoding: a window of T tokens a row is verified in one launch.
+
+The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key channel, which then belongs to the key
+side of every product. A program takes tiles of one row's state, of one head or of several that share a key head. Each
+tile is read once and multiplied by the q and k of all T tokens, two columns a token, on tensor cores; the products of
+keys with q and k are shared by the heads. The window's own corrections follow by substitution, token by token. Rows
+whose ring has no room for another window also fold it into the checkpoint: the same launch writes the tile it has read.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: SIM102 (a condition is known to the compiler, or is not)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.cache import CacheLayer
+from replayssm.geometry import Geometry
+from replayssm.kernels.triton.arguments import WIDE, check
+from replayssm.kernels.triton.tiles import exp, product, rnorm, sum_later
+from replayssm.kernels.triton.verify_arguments import check_counts, check_delta, check_window_layer
+from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
+from replayssm.kernels.triton.verify_tiles import (
+    TOKENS,
+    input_product,
+    load_columns,
+    load_tile,
+    load_vectors,
+    piece,
+    place,
+    state_product,
+    store_tile,
+    sums,
+    weighted,
+)
+from replayssm.recurrence.gdn import Inputs
+
+
+class _Ring(NamedTuple):
+    k: Any
+    k_rnorm: Any
+    d: Any
+    g: Any
+    cursor: Any
+    origin: Any
+    flushes: Any
+
+
+class _Strides(NamedTuple):
+    """Strides of all axes but the last, which is contiguous; of ``beta [B,T,H]``, and of GDN's ``g [B,T,H]``, all."""
+
+    state: Any
+    out: Any
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    beta: Any
+
+
+class _RingStrides(NamedTuple):
+    k: Any
+    k_rnorm: Any
+    d: Any
+    g: Any
+
+
+class _Keys(NamedTuple):
+    """What the key side gives, for columns of which each token has two, q and k. Of GDN, still without decays."""
+
+    asked: Any
+    """``[PADDED,2C]`` by which the checkpoint is multiplied, ``norm [2C]`` by which that is."""
+    norm: Any
+    old: Any
+    """``[RING,2C]`` products with the ring's keys, ``new [C,2C]`` with the window's."""
+    new: Any
+    folded: Any
+    """``[RING,PADDED]`` the ring's keys, as the fold takes them, ``weight [RING]`` to multiply them with, and
+    ``decay [PADDED]`` of the checkpoint's columns, KDA's only."""
+    weight: Any
+    decay: Any
+
+
+def verify_step(
+    family: str,
+    out: Tensor,
+    layer: CacheLayer,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: WindowLaunch | None = None,
+    *,
+    lengths: Tensor | None = None,
+) -> None:
+    """A window of T tokens a row: outputs of each, and all of them appended behind the committed ones of the ring.
+
+    ``family`` is gdn or kda, ``out [B,T,H,V]``, ``inputs`` with a T axis behind the rows, g and beta in float32,
+    ``slots [B]`` int64, -1 for padding. ``lengths [B]`` are the tokens that each row's window holds, 0 to T, all T
+    without it; what lies behind is neither read nor written. A row whose committed ring could not take another window,
+    p > L - T, folds it into the checkpoint from d, rounded to the nearest, and counts the flush. Mutates ``out``, the
+    ring, and checkpoint and ``flushes`` of those rows; cursors are moved by `verify_commit.commit_window`. Raises
+    ``ValueError``, one line, on what it does not take.
+    """
+    check_window_layer(layer, family, inputs.q.shape[1])
+    strides = _Strides(**check_delta(family, out, layer.state, inputs, slots))
+    rows, (slots_of_state, H, V, K), HK = len(slots), layer.state.shape, inputs.k.shape[2]
+    check_counts("lengths", lengths, rows, layer.state.device)
+    geometry, ring, R = Geometry(family, H, HK, V, K), layer.ring, layer.capacity
+    channels = (K,) if family == "kda" else ()
+    ring_strides = _RingStrides(
+        k=check("ring k", ring["k"], (slots_of_state, HK, R, K), (inputs.k.dtype,)),
+        k_rnorm=check("ring k_rnorm", ring["k_rnorm"], (slots_of_state, HK, R), WIDE, scalars=True),
+        d=check("ring d", ring["d"], (slots_of_state, H, R, V), WIDE),
+        g=check("ring g", ring["g"], (slots_of_state, H, R, *channels), WIDE, scalars=not channels),
+    )
+    launch = launch or verify_launch(geometry, rows, inputs.q.shape[1])
+    cut = WindowCut.of(geometry, launch, layer.state, inputs.q.shape[1], layer)
+    if rows:
+        _verify_kernel[(cut.PROGRAMS * rows,)](
+            out,
+            layer.state,
+            _Ring(**ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes),
+            inputs,
+            slots,
+            lengths,
+            strides,
+            ring_strides,
+            K**-0.5,
+            cut,
+            CHANNELS=family == "kda",
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+
+
+@triton.jit
+def _verify_kernel(
+    out, state, ring, inputs, slots, lengths, strides, ring_strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr
+):
+    part, first_head, row = place(cut)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    state += slot * strides.state[0]
+    if cut.PIECES == 1:
+        head, m = piece(0, part, first_head, cut)
+        S = load_tile(state + head * strides.state[1], m, cut)
+    length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
+    count = cut.T
+    if lengths is not None:
+        count = tl.load(lengths + row).to(tl.int32)
+    due = (length > cut.L - cut.T) | (cut.L < cut.T)
+
+    # Tokens: j of the ring, c of the window, as u where a product sums over them; a is a column.
+    j, c, a = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS)
+    u = tl.arange(0, TOKENS)
+    held, live = j < length, c < count
+    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + c) % cut.CAPACITY
+    group = first_head // cut.SHARE
+    ring_k = ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1]
+    ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
+    q_window = inputs.q + row * strides.q[0] + group * strides.q[2]
+    k_window = inputs.k + row * strides.k[0] + group * strides.k[2]
+    n = tl.arange(0, cut.PADDED)
+    k_old = load_vectors(ring_k, entry * ring_strides.k[2], held, n, cut.N)
+    k_new = load_vectors(k_window, c * strides.k[1], live, n, cut.N)
+    rnorm_old = tl.load(ring_rnorm + entry * ring_strides.k_rnorm[2], mask=held, other=0.0)
+    wide = k_new.to(tl.float32)
+    rnorm_new = rnorm(tl.sum(wide * wide, axis=1))
+    t, of_q, both = a // 2, a % 2 == 0, a // 2 < count
+    q_columns = load_columns(q_window, t * strides.q[1], both & of_q, n, cut.N)
+    k_columns = load_columns(k_window, t * strides.k[1], both & (a % 2 == 1), n, cut.N)
+    qk = tl.where(of_q[None, :], q_columns, k_columns)
+    wide = qk.to(tl.float32)
+    norm = rnorm(tl.sum(wide * wide, axis=0)) * tl.where(of_q, scale, 1.0)
+    if part == 0:
+        if first_head % cut.SHARE == 0:
+            places = ring_k + (last * ring_strides.k[2])[:, None] + n[None, :]
+            tl.store(places, k_new, mask=live[:, None] & (n < cut.N)[None, :])
+            tl.store(ring_rnorm + last * ring_strides.k_rnorm[2], rnorm_new, mask=live)
+        if first_head == 0:
+            if due:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+    if CHANNELS:
+        ring_g = ring.g + slot * ring_strides.g[0] + first_head * ring_strides.g[1]
+        g_window = inputs.g + row * strides.g[0] + first_head * strides.g[2]
+        if part == 0:
+            g_new = load_vectors(g_window, c * strides.g[1], live, n, cut.N)
+            places = ring_g + (last * ring_strides.g[2])[:, None] + n[None, :]
+            tl.store(places, g_new, mask=live[:, None] & (n < cut.N)[None, :])
+        keys = _channel_keys(
+            ring_g, ring_strides.g[2], oldest, length, g_window, strides.g[1], k_old, k_new, rnorm_old, rnorm_new,
+            q_window, k_window, strides.q[1], strides.k[1], qk, norm, count, cut,
+        )  # fmt: skip
+    else:
+        old = input_product(k_old, qk) * rnorm_old[:, None] * norm[None, :]
+        new = input_product(k_new, qk) * rnorm_new[:, None] * norm[None, :]
+        keys = _Keys(asked=qk, norm=norm, old=old, new=new, folded=k_old, weight=rnorm_old, decay=None)
+
+    for i in tl.range(cut.PIECES, num_stages=cut.STAGES):
+        head, m = piece(i, part, first_head, cut)
+        tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+        ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
+        d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+        v_window = inputs.v + row * strides.v[0] + head * strides.v[2]
+        v = load_columns(v_window, c * strides.v[1], live, m, cut.P).to(tl.float32)
+        beta_window = inputs.beta + row * strides.beta[0] + head * strides.beta[2]
+        beta = tl.load(beta_window + c * strides.beta[1], mask=live, other=0.0)
+        if CHANNELS:
+            W_old, W_new, decay = keys.old, keys.new, keys.norm
+        else:
+            ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
+            g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
+            g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
+            g_new = tl.load(g_window + u * strides.g[1], mask=u < count, other=0.0)
+            since = sum_later(g_old, j)
+            through, between = sums(g_new, c, t)
+            W_old = keys.old * exp(since[:, None] + through[None, :])
+            W_new = keys.new * exp(between)
+            decay = keys.norm * exp(tl.sum(g_old, axis=0) + through)
+            if part == 0:
+                if i % cut.TILES == 0:
+                    places = ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2]
+                    tl.store(places, g_new, mask=u < count)
+
+        history = state_product(tile, keys.asked) * decay[None, :] + weighted(d_old, W_old)
+        o, d = _corrected(history, v, W_new, beta, c, cut)
+        mine = (m < cut.P)[:, None] & live[None, :]
+        o_window = out + row * strides.out[0] + head * strides.out[2]
+        tl.store(o_window + c[None, :] * strides.out[1] + m[:, None], o.to(out.dtype.element_ty), mask=mine)
+        tl.store(ring_d + (last * ring_strides.d[2])[None, :] + m[:, None], d, mask=mine)
+
+    if due:
+        # Read again, out of the cache: what the outputs need fills the registers.
+        for i in tl.range(cut.PIECES, num_stages=2):
+            head, m = piece(i, part, first_head, cut)
+            tile = load_tile(state + head * strides.state[1], m, cut)
+            ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
+            d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+            if CHANNELS:
+                total, weight = keys.decay[None, :], keys.weight
+            else:
+                ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
+                g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
+                total, weight = exp(tl.sum(g_old, axis=0)), keys.weight * exp(sum_later(g_old, j))
+            moved = tile.to(tl.float32) * total + product(d_old * weight[None, :], keys.folded)
+            store_tile(state + head * strides.state[1], m, moved, cut)
+
+
+@triton.jit
+def _corrected(history, v, W, beta, c, cut: tl.constexpr):
+    """Outputs and corrected values ``[M,C]`` from ``history [M,2C]``, what state and ring give for each token's q and
+    k, and ``W [C,2C]``, what of a token's d each column sees: the unit lower triangular system, by substitution.
+    """
+    o, seen = tl.split(tl.reshape(history, (cut.M, cut.COLUMNS, 2)))
+    W_q, W_k = tl.split(tl.reshape(W, (cut.COLUMNS, cut.COLUMNS, 2)))
+    later = c[:, None] < c[None, :]
+    W_k = tl.where(later, W_k * beta[None, :], 0.0)
+    W_q = tl.where(later | (c[:, None] == c[None, :]), W_q, 0.0)
+    d = beta[None, :] * (v - seen)
+    for r in tl.static_range(tl.constexpr(cut.T)):
+        # Token r's d is final by now; every later one sees it, and so do its own output and theirs.
+        found = tl.sum(tl.where((c == r)[None, :], d, 0.0), axis=1)[:, None]
+        o += found * tl.sum(tl.where((c == r)[:, None], W_q, 0.0), axis=0)[None, :]
+        d -= found * tl.sum(tl.where((c == r)[:, None], W_k, 0.0), axis=0)[None, :]
+    return o, d
+
+
+@triton.jit
+def _channel_keys(
+    ring_g, ring_stride, oldest, length, g_window, g_stride, k_old, k_new, rnorm_old, rnorm_new, q_window, k_window,
+    q_stride, k_stride, qk, norm, count, cut: tl.constexpr,
+):  # fmt: skip
+    """The `_Keys` of KDA, all decays in them. Log decays are summed, by products with triangles of ones or one after
+    the other, and never subtracted.
+    """
+    j, c, a, n = (
+        tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS), tl.arange(0, cut.PADDED)
+    )  # fmt: skip
+    # The ring: each key with its decay up to the ring's end, and the checkpoint's.
+    later = ((oldest + j + 1) % cut.CAPACITY) * ring_stride
+    g_later = load_columns(ring_g, later, j + 1 < length, n, cut.N)
+    since = product(g_later, tl.where(j[:, None] >= j[None, :], 1.0, 0.0).to(tl.bfloat16))
+    g_first = tl.load(ring_g + oldest * ring_stride + n, mask=(n < cut.N) & (length > 0), other=0.0)
+    decay = exp(tl.sum(g_later, axis=1) + g_first)
+    folded = (k_old.T.to(tl.float32) * exp(since)).T
+
+    # The window: q and k with their decay since the ring's end.
+    u = tl.arange(0, TOKENS)
+    g_new = load_columns(g_window, u * g_stride, u < count, n, cut.N)
+    through = product(g_new, tl.where(u[:, None] <= (a // 2)[None, :], 1.0, 0.0).to(tl.bfloat16))
+    asked = qk.to(tl.float32) * exp(through)
+    old = tl.dot(folded, asked, input_precision="tf32x3") * rnorm_old[:, None] * norm[None, :]
+
+    # Between two tokens of the window.
+    new = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(2 * cut.COLUMNS)), tl.float32)
+    behind = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(cut.PADDED)), tl.float32)
+    for s in tl.static_range(tl.constexpr(cut.T)):
+        here = (n < cut.N) & (s < count)
+        g = tl.load(g_window + s * g_stride + n, mask=here, other=0.0)
+        q = tl.load(q_window + s * q_stride + n, mask=here, other=0.0).to(tl.float32)
+        k = tl.load(k_window + s * k_stride + n, mask=here, other=0.0).to(tl.float32)
+        behind += tl.where((c < s)[:, None], g[None, :], 0.0)
+        decayed = k_new.to(tl.float32) * tl.where((c <= s)[:, None], tl.exp(behind), 0.0)
+        seen_q, seen_k = tl.sum(decayed * q[None, :], axis=1), tl.sum(decayed * k[None, :], axis=1)
+        new = tl.where((a == 2 * s)[None, :], seen_q[:, None], new)
+        new = tl.where((a == 2 * s + 1)[None, :], seen_k[:, None], new)
+    new *= rnorm_new[:, None] * norm[None, :]
+    return _Keys(asked * decay[:, None], norm, old, new, folded, rnorm_old, decay)

@@ -1,0 +1,129 @@
+"""Launch configurations of a window: how a verify or snapshot step is cut into programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from replayssm.cache import CacheLayer
+from replayssm.geometry import Geometry
+from replayssm.kernels.triton.launch import power_of_two
+
+MAX_WINDOW = 16
+"""Most tokens of a window: kernels hold all of them at once."""
+
+
+@dataclass(frozen=True)
+class WindowLaunch:
+    """One program takes ``rows * tiles`` rows of ``heads`` heads of one group, ``rows`` at a time, with ``warps`` warps.
+
+    Products that the heads of a group share are formed once a program. ``stages`` is how many tiles are on their way at
+    once; a program of a single tile asks for it before anything else. ``registers`` caps those of a thread. Raises
+    ``ValueError`` on numbers that Triton cannot take.
+    """
+
+    rows: int
+    tiles: int = 1
+    heads: int = 1
+    warps: int = 1
+    stages: int = 3
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "warps"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{field}={value!r} is impossible; accepted: a power of two")
+        for field in ("tiles", "heads", "stages"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)!r} is impossible; accepted: at least 1")
+
+
+def verify_launch(geometry: Geometry, batch_size: int, window: int) -> WindowLaunch:
+    """Default for a verify step: with few heads these are cut finely, with many a program walks a whole one."""
+    heads, whole = batch_size * geometry.heads, power_of_two(geometry.head_dim)
+    if heads < 512:
+        return WindowLaunch(rows=16, warps=1)
+    if geometry.head_dim < whole:
+        return WindowLaunch(rows=16, tiles=-(-geometry.head_dim // 16), warps=1)
+    return WindowLaunch(rows=min(64, whole), tiles=-(-whole // 64), warps=4)
+
+
+def snapshots_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> WindowLaunch:
+    """Default for a step with snapshots, ``state_bytes`` an element."""
+    if batch_size * geometry.heads < 512:
+        return WindowLaunch(rows=4)
+    return WindowLaunch(rows=8 if state_bytes >= 4 else 16)
+
+
+@dataclass(frozen=True)
+class WindowCut:
+    """What a kernel is compiled for: a layer's sizes and a launch, in the kernels' own terms."""
+
+    H: int
+    SHARE: int
+    P: int
+    N: int
+    PADDED: int
+    """N up to a power of two, 16 at least."""
+    M: int
+    TILES: int
+    HEADS: int
+    PARTS: int
+    """Programs that share a head."""
+    STAGES: int
+    ROW: int
+    """Stride of a state's rows."""
+    T: int
+    COLUMNS: int
+    """T up to a power of two; at least 8 columns for tensor cores, of which GDN and KDA take two a token."""
+    L: int
+    CAPACITY: int
+    RING: int
+    """L up to a power of two, 16 at least, as tensor cores want."""
+
+    @classmethod
+    def of(
+        cls, geometry: Geometry, launch: WindowLaunch, state: Tensor, window: int, layer: CacheLayer | None = None
+    ) -> WindowCut:
+        """``layer`` for a verify step; without one the ring's sizes mean nothing."""
+        rows = min(launch.rows, power_of_two(geometry.head_dim))
+        if layer:
+            rows = max(16, rows)  # as tensor cores want
+        tiles = min(launch.tiles, -(-geometry.head_dim // rows))
+        L, capacity = (layer.interval_length, layer.capacity) if layer else (1, 1)
+        return cls(
+            H=geometry.heads,
+            SHARE=geometry.heads_per_group,
+            P=geometry.head_dim,
+            N=geometry.state_dim,
+            PADDED=max(16, power_of_two(geometry.state_dim)),
+            M=rows,
+            TILES=tiles,
+            HEADS=math.gcd(launch.heads, geometry.heads_per_group),
+            PARTS=-(-geometry.head_dim // (rows * tiles)),
+            STAGES=launch.stages,
+            ROW=state.stride(-2),
+            T=window,
+            COLUMNS=max(8 if geometry.family == "mamba2" else 4, power_of_two(window)),
+            L=L,
+            CAPACITY=capacity,
+            RING=max(16, power_of_two(L)),
+        )
+
+    @property
+    def PIECES(self) -> int:
+        """Tiles of a program."""
+        return self.HEADS * self.TILES
+
+    @property
+    def PROGRAMS(self) -> int:
+        """Programs a row."""
+        return self.PARTS * (self.H // self.HEADS)
+
+    @property
+    def WHOLE(self) -> bool:
+        """No tile reaches beyond the state."""
+        return self.P % (self.M * self.TILES) == 0 and self.PADDED == self.N

@@ -1,0 +1,199 @@
+"""Mamba-2 in Triton, speculative decoding: a window of T tokens a row is verified in one launch.
+
+A program takes tiles of one row's state, of one head or of several of a group. Each tile is read once for all T tokens,
+and multiplied by their C on tensor cores; what ring and window add are products of the scalars B_j . C_t, which the
+heads of a group share. Rows whose ring has no room for another window also fold it into the checkpoint: the same launch
+writes the tile that it has read.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: SIM102 (a condition is known to the compiler, or is not)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from replayssm.cache import CacheLayer
+from replayssm.geometry import Geometry
+from replayssm.kernels.triton.arguments import WIDE, check
+from replayssm.kernels.triton.tiles import exp, product, sum_later
+from replayssm.kernels.triton.verify_arguments import check_counts, check_mamba2, check_window_layer
+from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
+from replayssm.kernels.triton.verify_tiles import (
+    TOKENS,
+    input_product,
+    load_columns,
+    load_tile,
+    load_vectors,
+    piece,
+    place,
+    state_product,
+    store_tile,
+    sums,
+    weighted,
+)
+from replayssm.recurrence.mamba2 import Inputs
+
+
+class _Ring(NamedTuple):
+    x: Any
+    B: Any
+    dt: Any
+    cursor: Any
+    origin: Any
+    flushes: Any
+
+
+class _Strides(NamedTuple):
+    """Strides of all axes but the last, which is contiguous; of ``dt [B,T,H]`` all."""
+
+    state: Any
+    out: Any
+    x: Any
+    B: Any
+    C: Any
+    dt: Any
+    z: Any
+
+
+class _RingStrides(NamedTuple):
+    """As `_Strides`; of ``dt [S,H,R]`` all."""
+
+    x: Any
+    B: Any
+    dt: Any
+
+
+def verify_step(
+    out: Tensor,
+    layer: CacheLayer,
+    inputs: Inputs,
+    slots: Tensor,
+    launch: WindowLaunch | None = None,
+    *,
+    lengths: Tensor | None = None,
+) -> None:
+    """A window of T tokens a row: outputs of each, and all of them appended behind the committed ones of the ring.
+
+    ``out [B,T,H,P]``, ``inputs`` with a T axis behind the rows, ``slots [B]`` int64, -1 for padding. ``lengths [B]`` are
+    the tokens that each row's window holds, 0 to T, all T without it; what lies behind is neither read nor written. A
+    row whose committed ring could not take another window, p > L - T, folds it into the checkpoint, rounded to the
+    nearest, and counts the flush. Mutates ``out``, the ring, and checkpoint and ``flushes`` of those rows; cursors are
+    moved by `verify_commit.commit_window`. Raises ``ValueError``, one line, on what it does not take.
+    """
+    check_window_layer(layer, "mamba2", inputs.x.shape[1])
+    strides = _Strides(**check_mamba2(out, layer.state, inputs, slots))
+    rows, (slots_of_state, H, P, N), G = len(slots), layer.state.shape, inputs.B.shape[2]
+    check_counts("lengths", lengths, rows, layer.state.device)
+    geometry, kind, R = Geometry("mamba2", H, G, P, N), (inputs.x.dtype,), layer.capacity
+    ring_strides = _RingStrides(
+        x=check("ring x", layer.ring["x"], (slots_of_state, H, R, P), kind),
+        B=check("ring B", layer.ring["B"], (slots_of_state, G, R, N), kind),
+        dt=check("ring dt", layer.ring["dt"], (slots_of_state, H, R), WIDE, scalars=True),
+    )
+    launch = launch or verify_launch(geometry, rows, inputs.x.shape[1])
+    cut = WindowCut.of(geometry, launch, layer.state, inputs.x.shape[1], layer)
+    if rows:
+        _verify_kernel[(cut.PROGRAMS * rows,)](
+            out,
+            layer.state,
+            _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes),
+            inputs,
+            slots,
+            lengths,
+            strides,
+            ring_strides,
+            cut,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+
+
+@triton.jit
+def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strides, cut: tl.constexpr):
+    part, first_head, row = place(cut)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    state += slot * strides.state[0]
+    if cut.PIECES == 1:
+        head, m = piece(0, part, first_head, cut)
+        S = load_tile(state + head * strides.state[1], m, cut)
+    length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
+    count = cut.T
+    if lengths is not None:
+        count = tl.load(lengths + row).to(tl.int32)
+    due = (length > cut.L - cut.T) | (cut.L < cut.T)
+
+    # Tokens: j of the ring, w of the window as a summand, c of the window as what asks.
+    j, w, c, n = tl.arange(0, cut.RING), tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS), tl.arange(0, cut.PADDED)
+    held, live, asked = j < length, w < count, c < count
+    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + w) % cut.CAPACITY
+    group = first_head // cut.SHARE
+    ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
+    B_old = load_vectors(ring_B, entry * ring_strides.B[2], held, n, cut.N)
+    window_B = inputs.B + row * strides.B[0] + group * strides.B[2]
+    B_new = load_vectors(window_B, w * strides.B[1], live, n, cut.N)
+    C = load_vectors(inputs.C + row * strides.C[0] + group * strides.C[2], c * strides.C[1], asked, n, cut.N).T
+    BC_old, BC_new = input_product(B_old, C), input_product(B_new, C)
+    if part == 0:
+        if first_head % cut.SHARE == 0:
+            places = ring_B + (last * ring_strides.B[2])[:, None] + n[None, :]
+            tl.store(places, B_new, mask=live[:, None] & (n < cut.N)[None, :])
+        if first_head == 0:
+            if due:
+                tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
+
+    for i in tl.range(cut.PIECES, num_stages=cut.STAGES):
+        head, m = piece(i, part, first_head, cut)
+        tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+        ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
+        ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
+        dt_window = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
+        x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
+        x_new = load_columns(inputs.x + row * strides.x[0] + head * strides.x[2], w * strides.x[1], live, m, cut.P)
+        dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
+        dt_new = tl.load(dt_window + w * strides.dt[1], mask=live, other=0.0)
+        A, D = tl.load(inputs.A + head), 0.0
+        if inputs.D is not None:
+            D = tl.load(inputs.D + head)
+
+        since = sum_later(dt_old, j)
+        through, between = sums(dt_new, w, c)
+        W_old = dt_old[:, None] * exp(A * (since[:, None] + through[None, :])) * BC_old
+        W_new = tl.where(w[:, None] <= c[None, :], dt_new[:, None] * exp(A * between) * BC_new, 0.0)
+        W_new += tl.where(w[:, None] == c[None, :], D, 0.0)
+        y = state_product(tile, C) * exp(A * (tl.sum(dt_old, axis=0) + through))[None, :] + weighted(x_old, W_old)
+        y += weighted(x_new, W_new)
+        if inputs.z is not None:
+            z_window = inputs.z + row * strides.z[0] + head * strides.z[2]
+            z = load_columns(z_window, c * strides.z[1], asked, m, cut.P).to(tl.float32)
+            y *= z / (1.0 + tl.exp(-z))
+        y_window = out + row * strides.out[0] + head * strides.out[2]
+        mine = (m < cut.P)[:, None]
+        tl.store(
+            y_window + c[None, :] * strides.out[1] + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :]
+        )
+        tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
+        if part == 0:
+            if i % cut.TILES == 0:
+                tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)
+
+    if due:
+        # Read again, out of the cache: what the outputs need fills the registers.
+        B_old = load_vectors(ring_B, entry * ring_strides.B[2], held, n, cut.N)
+        for i in tl.range(cut.PIECES, num_stages=2):
+            head, m = piece(i, part, first_head, cut)
+            tile = load_tile(state + head * strides.state[1], m, cut)
+            ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
+            ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
+            x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
+            dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
+            A = tl.load(inputs.A + head)
+            kept = x_old.to(tl.float32) * (dt_old * exp(A * sum_later(dt_old, j)))[None, :]
+            moved = tile.to(tl.float32) * exp(A * tl.sum(dt_old, axis=0)) + product(kept, B_old)
+            store_tile(state + head * strides.state[1], m, moved, cut)
