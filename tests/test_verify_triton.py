@@ -1,4 +1,4 @@
-"""The Triton kernels of a window against the plain recurrence in float64: on a GPU where there is one, else interpreted.
+"""The Triton kernels of a window against the plain recurrence in float64: on a GPU if there is one, else interpreted.
 
 A case puts every row at another point of its flush cycle, on scattered slots, in rings that start at different entries;
 whatever a step has no business with holds NaN, in inputs of padding rows and behind short windows too, and must be the
@@ -24,9 +24,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from replayssm.cache import CacheLayer, ReplayCache  # noqa: E402
 from replayssm.geometry import Geometry  # noqa: E402
+from replayssm.kernels.triton.launch import Launch  # noqa: E402
 from replayssm.kernels.triton.verify_commit import BLOCK, commit_window  # noqa: E402
 from replayssm.kernels.triton.verify_families import VERIFY  # noqa: E402
 from replayssm.kernels.triton.verify_launch import WindowLaunch  # noqa: E402
+from replayssm.kernels.triton.verify_snapshots import snapshots_step  # noqa: E402
 from replayssm.recurrence import FAMILIES  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -302,3 +304,34 @@ def test_bad_arguments_are_refused_before_anything_changes(family: str) -> None:
     with pytest.raises(ValueError, match=r"^accepted has shape \[2\] of torch.int64; accepted: \[1\] contiguous"):
         commit_window(step.layer.cursor, step.layer.origin, slots, torch.ones(2, dtype=torch.int64), 3, 2, 5)
     assert same_bits(step.layer.state, before)
+
+
+@every_family
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_snapshots(family: str, state_dtype: torch.dtype) -> None:
+    """Two windows, the second from whichever state was accepted; slots of no row and rows of padding stay as they are.
+    A state of 16 bits is rounded when it is stored.
+    """
+    T, rows, P, launch = 3, 3, 20, Launch(rows=8, tiles=2, warps=1, lanes=4)
+    geometry = Geometry(family, 2, 2 if family == "kda" else 1, P, 16)
+    sequence = make_sequence(geometry, rows, 2 * T, seed=3, flavour="model").to(torch.float32)
+    truth, slots = sequence.to(torch.float64), torch.tensor([4, -1, 2])
+    states = torch.full((5, T, 2, P, 16), torch.nan, dtype=state_dtype, device=DEVICE)
+    first, accepted = torch.tensor([2, 1, 3]), torch.tensor([3, 1, 1])
+    for row in (0, 2):
+        states[slots[row], first[row] - 1] = sequence.state[row].to(DEVICE, state_dtype)
+    for step, counts in enumerate((first, accepted)):
+        out = torch.full((rows, T, 2, P), SENTINEL, device=DEVICE)
+        window = sequence.window(torch.full((rows,), step * T), T)
+        inputs = type(window)(*(None if t is None else t.to(DEVICE) for t in window))
+        state = torch.stack([states[slots[row], counts[row] - 1].cpu().double() for row in range(rows)])
+        snapshots_step(family, out, states, inputs, slots.to(DEVICE), counts.to(DEVICE), launch)
+        for t in range(T):
+            output, state = truth.family.step(state, truth.at(step * T + t))
+            for row in (0, 2):
+                assert distance(out[row, t], output[row]) <= FLOAT32
+                assert distance(states[slots[row], t], state[row]) <= FLOAT32 + ROUNDING[state_dtype]
+        assert (out[1] == SENTINEL).all()
+    assert states[[0, 1, 3]].isnan().all()
+    with pytest.raises(ValueError, match=r"^inputs hold 3 tokens a row; accepted: 2, the states of a slot$"):
+        snapshots_step(family, out, states[:, :2], inputs, slots.to(DEVICE), counts.to(DEVICE))

@@ -30,8 +30,8 @@ from replayssm.kernels.triton.verify_tiles import (
     load_columns,
     load_tile,
     load_vectors,
-    piece,
     place,
+    rows_of,
     state_product,
     store_tile,
     sums,
@@ -117,7 +117,7 @@ def verify_step(
         g=check("ring g", ring["g"], (slots_of_state, H, R, *channels), WIDE, scalars=not channels),
     )
     launch = launch or verify_launch(geometry, rows, inputs.q.shape[1])
-    cut = WindowCut.of(geometry, launch, layer.state, inputs.q.shape[1], layer)
+    cut = WindowCut.of(geometry, launch, layer)
     if rows:
         _verify_kernel[(cut.PROGRAMS * rows,)](
             out,
@@ -146,17 +146,15 @@ def _verify_kernel(
         return
     state += slot * strides.state[0]
     if cut.PIECES == 1:
-        head, m = piece(0, part, first_head, cut)
-        S = load_tile(state + head * strides.state[1], m, cut)
+        S = load_tile(state + first_head * strides.state[1], rows_of(0, part, cut), cut)
     length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
     count = cut.T
     if lengths is not None:
         count = tl.load(lengths + row).to(tl.int32)
     due = (length > cut.L - cut.T) | (cut.L < cut.T)
 
-    # Tokens: j of the ring, c of the window, as u where a product sums over them; a is a column.
+    # Tokens: j of the ring, c of the window; a is a column.
     j, c, a = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS)
-    u = tl.arange(0, TOKENS)
     held, live = j < length, c < count
     entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + c) % cut.CAPACITY
     group = first_head // cut.SHARE
@@ -200,13 +198,10 @@ def _verify_kernel(
         new = input_product(k_new, qk) * rnorm_new[:, None] * norm[None, :]
         keys = _Keys(asked=qk, norm=norm, old=old, new=new, folded=k_old, weight=rnorm_old, decay=None)
 
-    for i in tl.range(cut.PIECES, num_stages=cut.STAGES):
-        head, m = piece(i, part, first_head, cut)
-        tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+    for h in tl.range(cut.HEADS, num_stages=cut.STAGES):
+        head = first_head + h
         ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
-        d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
         v_window = inputs.v + row * strides.v[0] + head * strides.v[2]
-        v = load_columns(v_window, c * strides.v[1], live, m, cut.P).to(tl.float32)
         beta_window = inputs.beta + row * strides.beta[0] + head * strides.beta[2]
         beta = tl.load(beta_window + c * strides.beta[1], mask=live, other=0.0)
         if CHANNELS:
@@ -215,39 +210,43 @@ def _verify_kernel(
             ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
             g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
             g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
+            u = tl.arange(0, TOKENS)
             g_new = tl.load(g_window + u * strides.g[1], mask=u < count, other=0.0)
-            since = sum_later(g_old, j)
-            through, between = sums(g_new, c, t)
-            W_old = keys.old * exp(since[:, None] + through[None, :])
-            W_new = keys.new * exp(between)
-            decay = keys.norm * exp(tl.sum(g_old, axis=0) + through)
             if part == 0:
-                if i % cut.TILES == 0:
-                    places = ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2]
-                    tl.store(places, g_new, mask=u < count)
-
-        history = state_product(tile, keys.asked) * decay[None, :] + weighted(d_old, W_old)
-        o, d = _corrected(history, v, W_new, beta, c, cut)
-        mine = (m < cut.P)[:, None] & live[None, :]
-        o_window = out + row * strides.out[0] + head * strides.out[2]
-        tl.store(o_window + c[None, :] * strides.out[1] + m[:, None], o.to(out.dtype.element_ty), mask=mine)
-        tl.store(ring_d + (last * ring_strides.d[2])[None, :] + m[:, None], d, mask=mine)
+                tl.store(ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2], g_new, mask=u < count)
+            through, between = sums(g_new, c, t)
+            W_old = keys.old * tl.exp(sum_later(g_old, j)[:, None] + through[None, :])
+            W_new = keys.new * tl.exp(between)
+            decay = keys.norm * exp(tl.sum(g_old, axis=0) + through)
+        for i in tl.range(cut.TILES, num_stages=cut.STAGES):
+            m = rows_of(i, part, cut)
+            tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+            d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+            v = load_columns(v_window, c * strides.v[1], live, m, cut.P).to(tl.float32)
+            history = state_product(tile, keys.asked) * decay[None, :] + weighted(d_old, W_old)
+            o, d = _corrected(history, v, W_new, beta, c, cut)
+            mine = (m < cut.P)[:, None] & live[None, :]
+            o_window = out + row * strides.out[0] + head * strides.out[2] + c[None, :] * strides.out[1]
+            tl.store(o_window + m[:, None], o.to(out.dtype.element_ty), mask=mine)
+            tl.store(ring_d + (last * ring_strides.d[2])[None, :] + m[:, None], d, mask=mine)
 
     if due:
         # Read again, out of the cache: what the outputs need fills the registers.
-        for i in tl.range(cut.PIECES, num_stages=2):
-            head, m = piece(i, part, first_head, cut)
-            tile = load_tile(state + head * strides.state[1], m, cut)
+        for h in tl.range(cut.HEADS, num_stages=2):
+            head = first_head + h
             ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
-            d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
             if CHANNELS:
                 total, weight = keys.decay[None, :], keys.weight
             else:
                 ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
                 g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
                 total, weight = exp(tl.sum(g_old, axis=0)), keys.weight * exp(sum_later(g_old, j))
-            moved = tile.to(tl.float32) * total + product(d_old * weight[None, :], keys.folded)
-            store_tile(state + head * strides.state[1], m, moved, cut)
+            for i in tl.range(cut.TILES, num_stages=2):
+                m = rows_of(i, part, cut)
+                tile = load_tile(state + head * strides.state[1], m, cut)
+                d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+                moved = tile.to(tl.float32) * total + product(d_old * weight[None, :], keys.folded)
+                store_tile(state + head * strides.state[1], m, moved, cut)
 
 
 @triton.jit

@@ -1,11 +1,9 @@
-"""Launch configurations of a window: how a verify or snapshot step is cut into programs."""
+"""Launch configurations of a window: how a verify step is cut into programs."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
@@ -17,11 +15,11 @@ MAX_WINDOW = 16
 
 @dataclass(frozen=True)
 class WindowLaunch:
-    """One program takes ``rows * tiles`` rows of ``heads`` heads of one group, ``rows`` at a time, with ``warps`` warps.
+    """One program takes ``rows * tiles`` rows of each of ``heads`` heads of a group, ``rows`` at a time.
 
-    Products that the heads of a group share are formed once a program. ``stages`` is how many tiles are on their way at
-    once; a program of a single tile asks for it before anything else. ``registers`` caps those of a thread. Raises
-    ``ValueError`` on numbers that Triton cannot take.
+    It has ``warps`` warps. Products that the heads of a group share are formed once a program. ``stages`` is how many
+    tiles are on their way at once; a program of a single tile asks for it before anything else. ``registers`` caps
+    those of a thread. Raises ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int
@@ -51,13 +49,6 @@ def verify_launch(geometry: Geometry, batch_size: int, window: int) -> WindowLau
     return WindowLaunch(rows=min(64, whole), tiles=-(-whole // 64), warps=4)
 
 
-def snapshots_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> WindowLaunch:
-    """Default for a step with snapshots, ``state_bytes`` an element."""
-    if batch_size * geometry.heads < 512:
-        return WindowLaunch(rows=4)
-    return WindowLaunch(rows=8 if state_bytes >= 4 else 16)
-
-
 @dataclass(frozen=True)
 class WindowCut:
     """What a kernel is compiled for: a layer's sizes and a launch, in the kernels' own terms."""
@@ -85,15 +76,11 @@ class WindowCut:
     """L up to a power of two, 16 at least, as tensor cores want."""
 
     @classmethod
-    def of(
-        cls, geometry: Geometry, launch: WindowLaunch, state: Tensor, window: int, layer: CacheLayer | None = None
-    ) -> WindowCut:
-        """``layer`` for a verify step; without one the ring's sizes mean nothing."""
-        rows = min(launch.rows, power_of_two(geometry.head_dim))
-        if layer:
-            rows = max(16, rows)  # as tensor cores want
+    def of(cls, geometry: Geometry, launch: WindowLaunch, layer: CacheLayer) -> WindowCut:
+        """``layer`` with a window."""
+        rows = max(16, min(launch.rows, power_of_two(geometry.head_dim)))  # as tensor cores want
         tiles = min(launch.tiles, -(-geometry.head_dim // rows))
-        L, capacity = (layer.interval_length, layer.capacity) if layer else (1, 1)
+        window = layer.window or 1
         return cls(
             H=geometry.heads,
             SHARE=geometry.heads_per_group,
@@ -105,12 +92,12 @@ class WindowCut:
             HEADS=math.gcd(launch.heads, geometry.heads_per_group),
             PARTS=-(-geometry.head_dim // (rows * tiles)),
             STAGES=launch.stages,
-            ROW=state.stride(-2),
+            ROW=layer.state.stride(2),
             T=window,
             COLUMNS=max(8 if geometry.family == "mamba2" else 4, power_of_two(window)),
-            L=L,
-            CAPACITY=capacity,
-            RING=max(16, power_of_two(L)),
+            L=layer.interval_length,
+            CAPACITY=layer.capacity,
+            RING=max(16, power_of_two(layer.interval_length)),
         )
 
     @property

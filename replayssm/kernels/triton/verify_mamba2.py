@@ -29,8 +29,8 @@ from replayssm.kernels.triton.verify_tiles import (
     load_columns,
     load_tile,
     load_vectors,
-    piece,
     place,
+    rows_of,
     state_product,
     store_tile,
     sums,
@@ -79,9 +79,9 @@ def verify_step(
 ) -> None:
     """A window of T tokens a row: outputs of each, and all of them appended behind the committed ones of the ring.
 
-    ``out [B,T,H,P]``, ``inputs`` with a T axis behind the rows, ``slots [B]`` int64, -1 for padding. ``lengths [B]`` are
-    the tokens that each row's window holds, 0 to T, all T without it; what lies behind is neither read nor written. A
-    row whose committed ring could not take another window, p > L - T, folds it into the checkpoint, rounded to the
+    ``out [B,T,H,P]``, ``inputs`` with a T axis behind the rows, ``slots [B]`` int64, -1 for padding. ``lengths [B]``
+    are the tokens that each row's window holds, 0 to T, all T without it; what lies behind is neither read nor written.
+    A row whose committed ring could not take another window, p > L - T, folds it into the checkpoint, rounded to the
     nearest, and counts the flush. Mutates ``out``, the ring, and checkpoint and ``flushes`` of those rows; cursors are
     moved by `verify_commit.commit_window`. Raises ``ValueError``, one line, on what it does not take.
     """
@@ -96,7 +96,7 @@ def verify_step(
         dt=check("ring dt", layer.ring["dt"], (slots_of_state, H, R), WIDE, scalars=True),
     )
     launch = launch or verify_launch(geometry, rows, inputs.x.shape[1])
-    cut = WindowCut.of(geometry, launch, layer.state, inputs.x.shape[1], layer)
+    cut = WindowCut.of(geometry, launch, layer)
     if rows:
         _verify_kernel[(cut.PROGRAMS * rows,)](
             out,
@@ -121,8 +121,7 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
         return
     state += slot * strides.state[0]
     if cut.PIECES == 1:
-        head, m = piece(0, part, first_head, cut)
-        S = load_tile(state + head * strides.state[1], m, cut)
+        S = load_tile(state + first_head * strides.state[1], rows_of(0, part, cut), cut)
     length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
     count = cut.T
     if lengths is not None:
@@ -148,52 +147,58 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
             if due:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
 
-    for i in tl.range(cut.PIECES, num_stages=cut.STAGES):
-        head, m = piece(i, part, first_head, cut)
-        tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+    for h in tl.range(cut.HEADS, num_stages=cut.STAGES):
+        head = first_head + h
         ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
         ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
-        dt_window = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
-        x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
-        x_new = load_columns(inputs.x + row * strides.x[0] + head * strides.x[2], w * strides.x[1], live, m, cut.P)
         dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
-        dt_new = tl.load(dt_window + w * strides.dt[1], mask=live, other=0.0)
-        A, D = tl.load(inputs.A + head), 0.0
-        if inputs.D is not None:
-            D = tl.load(inputs.D + head)
-
-        since = sum_later(dt_old, j)
-        through, between = sums(dt_new, w, c)
-        W_old = dt_old[:, None] * exp(A * (since[:, None] + through[None, :])) * BC_old
-        W_new = tl.where(w[:, None] <= c[None, :], dt_new[:, None] * exp(A * between) * BC_new, 0.0)
-        W_new += tl.where(w[:, None] == c[None, :], D, 0.0)
-        y = state_product(tile, C) * exp(A * (tl.sum(dt_old, axis=0) + through))[None, :] + weighted(x_old, W_old)
-        y += weighted(x_new, W_new)
-        if inputs.z is not None:
-            z_window = inputs.z + row * strides.z[0] + head * strides.z[2]
-            z = load_columns(z_window, c * strides.z[1], asked, m, cut.P).to(tl.float32)
-            y *= z / (1.0 + tl.exp(-z))
-        y_window = out + row * strides.out[0] + head * strides.out[2]
-        mine = (m < cut.P)[:, None]
-        tl.store(
-            y_window + c[None, :] * strides.out[1] + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :]
-        )
-        tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
+        window_dt = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
+        dt_new = tl.load(window_dt + w * strides.dt[1], mask=live, other=0.0)
         if part == 0:
-            if i % cut.TILES == 0:
-                tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)
+            tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)
+        W_old, W_new, decay = _weights(dt_old, dt_new, inputs, head, BC_old, BC_new, j, w, c)
+        for i in tl.range(cut.TILES, num_stages=cut.STAGES):
+            m = rows_of(i, part, cut)
+            tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
+            x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
+            x_new = load_columns(inputs.x + row * strides.x[0] + head * strides.x[2], w * strides.x[1], live, m, cut.P)
+            y = state_product(tile, C) * decay[None, :] + weighted(x_old, W_old) + weighted(x_new, W_new)
+            if inputs.z is not None:
+                z_window = inputs.z + row * strides.z[0] + head * strides.z[2]
+                z = load_columns(z_window, c * strides.z[1], asked, m, cut.P).to(tl.float32)
+                y *= z / (1.0 + tl.exp(-z))
+            y_window = out + row * strides.out[0] + head * strides.out[2] + c[None, :] * strides.out[1]
+            mine = (m < cut.P)[:, None]
+            tl.store(y_window + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :])
+            tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
 
     if due:
         # Read again, out of the cache: what the outputs need fills the registers.
         B_old = load_vectors(ring_B, entry * ring_strides.B[2], held, n, cut.N)
-        for i in tl.range(cut.PIECES, num_stages=2):
-            head, m = piece(i, part, first_head, cut)
-            tile = load_tile(state + head * strides.state[1], m, cut)
+        for h in tl.range(cut.HEADS, num_stages=2):
+            head = first_head + h
             ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
             ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
-            x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
-            dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
-            A = tl.load(inputs.A + head)
-            kept = x_old.to(tl.float32) * (dt_old * exp(A * sum_later(dt_old, j)))[None, :]
-            moved = tile.to(tl.float32) * exp(A * tl.sum(dt_old, axis=0)) + product(kept, B_old)
-            store_tile(state + head * strides.state[1], m, moved, cut)
+            dt_old, A = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0), tl.load(inputs.A + head)
+            weight, decay = dt_old * exp(A * sum_later(dt_old, j)), exp(A * tl.sum(dt_old, axis=0))
+            for i in tl.range(cut.TILES, num_stages=2):
+                m = rows_of(i, part, cut)
+                tile = load_tile(state + head * strides.state[1], m, cut)
+                x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
+                moved = tile.to(tl.float32) * decay + product(x_old.to(tl.float32) * weight[None, :], B_old)
+                store_tile(state + head * strides.state[1], m, moved, cut)
+
+
+@triton.jit
+def _weights(dt_old, dt_new, inputs, head, BC_old, BC_new, j, w, c):
+    """Of one head, what ring and window weigh in each output, ``[RING,C]`` and ``[TOKENS,C]``, D included, and what is
+    left of the checkpoint ``[C]``.
+    """
+    A, D = tl.load(inputs.A + head), 0.0
+    if inputs.D is not None:
+        D = tl.load(inputs.D + head)
+    through, between = sums(dt_new, w, c)
+    since = sum_later(dt_old, j)[:, None] + through[None, :]
+    seen = tl.where(w[:, None] <= c[None, :], dt_new[:, None] * tl.exp(A * between) * BC_new, 0.0)
+    own = tl.where(w[:, None] == c[None, :], D, 0.0)
+    return dt_old[:, None] * tl.exp(A * since) * BC_old, seen + own, exp(A * (tl.sum(dt_old, axis=0) + through))

@@ -1,6 +1,6 @@
 """What the kernels of a window share: who takes what, tiles of a state, sums of decays, products on tensor cores.
 
-``cut`` is a `verify_launch.WindowCut` everywhere. Tokens of the ring are in time order; those of the window come behind.
+``cut`` is a `verify_launch.WindowCut` everywhere. Tokens of the ring are in time order, those of the window behind.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -26,9 +26,9 @@ def place(cut: tl.constexpr):
 
 
 @triton.jit
-def piece(i, part, first_head, cut: tl.constexpr):
-    """Head and rows ``[M]`` of a program's tile ``i``."""
-    return first_head + i // cut.TILES, (part * cut.TILES + i % cut.TILES) * cut.M + tl.arange(0, cut.M)
+def rows_of(i, part, cut: tl.constexpr):
+    """Rows ``[M]`` of a program's tile ``i``."""
+    return (part * cut.TILES + i) * cut.M + tl.arange(0, cut.M)
 
 
 @triton.jit
