@@ -6,7 +6,7 @@ part of it: they are checked here against the files of ``experiments/arms``, whi
 
 An arm ``a/b-c`` is the file ``experiments/arms/a_b_c.py``. It may declare in module-level literals the devices that it
 runs on, ``DEVICES = ("cuda",)``, and the state formats that it can hold, ``STATE_FORMATS = ("fp32", "fp16")``; one that
-declares none runs on cpu and holds fp32.
+declares none runs on cpu and holds fp32. Arms of the kinds `WINDOW_KINDS` are those of a case with a window.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 EXAMPLE_ARMS = {"cpu": "stored/cpu,replay/cpu", "cuda": "stored/triton,replay/triton"}
+WINDOW_EXAMPLE_ARMS = {"cpu": "snapshots/torch,verify/torch", "cuda": "snapshots/triton,verify/triton"}
 TRACKERS = ("none",)
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
     *("experiment", "model", "batch_size", "interval_length", "phase", "precision", "timing", "tracker", "arms"),
     *("device", "threads", "seed", "dry_run", "repeat", "records"),
 )
+WINDOW_OPTIONS = ("window", "accepted")
+"""Those of the kernel experiment alone."""
+WINDOW_KINDS = ("snapshots", "verify")
+MAX_WINDOW = 16
 MODEL_FIELDS = (
     *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
     *("hidden_size", "num_blocks", "num_layers", "pattern", "full_attention_interval", "vocab_size"),
@@ -109,6 +114,29 @@ class Case:
     seed: int
     timing: Timing
 
+    @property
+    def steps_per_cycle(self) -> int:
+        """From flush to flush of a row."""
+        return self.interval_length
+
+
+@dataclass(frozen=True)
+class WindowCase(Case):
+    """A case of speculative decoding: each step verifies ``window`` tokens, of which ``accepted`` are committed."""
+
+    window: int = 1
+    accepted: int = 1
+
+    @property
+    def steps_per_cycle(self) -> int:
+        return len(self.positions)
+
+    @property
+    def positions(self) -> list[int]:
+        """Committed tokens at the start of each step of a cycle, from the one after a flush to the next flush."""
+        last = self.interval_length - self.window
+        return list(range(self.accepted, max(last, 0) + self.accepted + 1, self.accepted))
+
 
 def case_hash(case: Case) -> str:
     """16 hex digits that identify the case; how often it is repeated, and how long it may take, are left out."""
@@ -121,10 +149,15 @@ def case_hash(case: Case) -> str:
 
 def case_from_config(config: Mapping[str, Any]) -> Case:
     """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
-    only(config, OPTIONS)
+    only(config, (*OPTIONS, *WINDOW_OPTIONS))
     model, geometry = model_from_config(config)
     experiment = choice(config, "experiment", EXPERIMENTS)
-    case = Case(experiment=experiment, model=model, geometry=geometry, **shared_from_config(config))
+    window = _window(config)
+    shared = shared_from_config(config)
+    if window:
+        case: Case = WindowCase("window", model, geometry, **shared, window=window[0], accepted=window[1])
+    else:
+        case = Case(experiment=experiment, model=model, geometry=geometry, **shared)
     arms_from_config(config)
     check_run_options(config)
     return case
@@ -152,6 +185,17 @@ def check_run_options(config: Mapping[str, Any]) -> None:
     records = text(config, "records", "a folder")
     if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
         _refuse_unwritable(records)
+
+
+def _window(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Window and accepted tokens; None in standard decoding, where both are null."""
+    if config.get("window") is None:
+        if config.get("accepted") is not None:
+            raise refuse("accepted", config["accepted"], "null, or a window as well, such as window=4")
+        return None
+    longest = min(MAX_WINDOW, interval_length_from_config(config))
+    window = integer(config, "window", 1, longest, "at most 16 tokens, and no longer than the interval; or null")
+    return window, integer(config, "accepted", 1, window, "tokens that are committed a step, of the window's")
 
 
 def batch_size_from_config(config: Mapping[str, Any]) -> int:
@@ -197,7 +241,9 @@ def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = Non
     names those ``of`` which it can.
     """
     device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
+    windowed = config.get("window") is not None
     known = known_arms() if of is None else tuple(arm for arm in known_arms() if arm in of)
+    known = tuple(arm for arm in known if of_windows(arm) == windowed)
     here = [arm for arm in known if device in devices(arm)]
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
@@ -208,9 +254,11 @@ def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = Non
             raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")
         return tuple(sorted(fit, key=lambda arm: (not arm.startswith("stored/"), arm)))
     if not isinstance(arms, list) or not arms:
-        such = f"at least one, such as 'arms=[{EXAMPLE_ARMS[device]}]'"
+        such = f"at least one, such as 'arms=[{(WINDOW_EXAMPLE_ARMS if windowed else EXAMPLE_ARMS)[device]}]'"
         raise refuse("arms", arms, f"{DEFAULT_ARMS}, or {example}, {such}")
     for arm in arms:
+        if arm in known_arms() and of_windows(arm) != windowed:
+            raise refuse("arms", arm, example, "is for no window" if windowed else "is for a window, such as window=4")
         if not isinstance(arm, str) or arm not in known:
             raise refuse("arms", arm, example, "has no such arm")
         if arms.count(arm) > 1:
@@ -226,6 +274,11 @@ def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = Non
 def known_arms() -> tuple[str, ...]:
     """Every arm that has a file of lower-case letters, digits and underscores, as ``stored/torch``."""
     return _arms_in(ARMS)
+
+
+def of_windows(arm: str) -> bool:
+    """Whether an arm verifies windows, or decodes one token a step."""
+    return arm.partition("/")[0] in WINDOW_KINDS
 
 
 def state_formats(arm: str) -> tuple[str, ...]:

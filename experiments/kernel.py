@@ -4,6 +4,10 @@
     python -m experiments.kernel -m model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
     python -m experiments.kernel -m batch_size=1,8,64 dry_run=true
     python -m experiments.kernel -m device=cuda timing=gpu model=nemotron_3_nano_4b,qwen3_5_4b batch_size=1,8,64,256
+    python -m experiments.kernel -m device=cuda timing=gpu window=4 accepted=3 model=nemotron_3_super_120b
+
+With a window a step is that of speculative decoding: T tokens verified, some of them committed. The baseline then keeps
+a state behind every token of the window (arms ``snapshots/*``); replay rolls back by its cursor (arms ``verify/*``).
 
 A job is a case. All its arms are checked against the float64 recurrence, timed together and interleaved, and checked
 again, once in each of timing.replicates fresh processes; on a GPU the cases of a sweep share them. Every arm appends
@@ -17,7 +21,7 @@ from typing import Any
 
 from experiments import jobs
 from experiments.app import run
-from experiments.case import Case, arms_from_config, case_from_config, case_hash
+from experiments.case import Case, WindowCase, arms_from_config, case_from_config, case_hash
 from experiments.measure import provenance, runner
 from replayssm import traffic
 
@@ -42,9 +46,10 @@ def sweep(configs: list[dict[str, Any]]) -> int:
 def label(case: Case) -> str:
     """The case in a few words."""
     g = case.geometry
+    window = f"window {case.window}, {case.accepted} accepted, " if isinstance(case, WindowCase) else ""
     return (
         f"{case.model} ({g.family} {g.heads}x{g.head_dim}x{g.state_dim}), batch {case.batch_size}, "
-        f"L {case.interval_length}, {case.phase}, state {case.precision.state}, inputs {case.precision.inputs}"
+        f"L {case.interval_length}, {window}{case.phase}, state {case.precision.state}, inputs {case.precision.inputs}"
     )
 
 
@@ -60,21 +65,26 @@ def outcome_lines(case: Case, replicate: int, outcome: runner.Outcome) -> str:
 
 def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
     """The case with its bytes, floor and estimated time, from nominal bandwidths."""
-    plain = traffic.stored(case.geometry, case.precision.state, case.batch_size)
+    windows: dict[str, int] = {}
+    if isinstance(case, WindowCase):
+        windows = {"window": case.window, "accepted": case.accepted}
+    rows, state = case.batch_size, case.precision.state
+    plain = traffic.stored(case.geometry, state, rows, **windows)
     ring = traffic.Ring(inputs=case.precision.inputs)
-    cycle = traffic.replay(case.geometry, case.interval_length, case.precision.state, ring=ring, rows=case.batch_size)
+    cycle = traffic.replay(case.geometry, case.interval_length, state, ring=ring, rows=rows, **windows)
     replay = cycle.per_step()
     rate = GPU_BYTES_PER_S if case.device == "cuda" else CORE_BYTES_PER_S * case.threads
     copies = runner.copies_of(case, provenance.device(case.device).get("last_level_cache_bytes"))
     step_s = max(plain.floor_ns(rate, rate) / 1e9, LAUNCH_S if case.device == "cuda" else 0.0)
-    sample_s = copies * case.interval_length * case.timing.cycles_per_sample * step_s
+    sample_s = copies * case.steps_per_cycle * case.timing.cycles_per_sample * step_s
     # Arms in plain torch pass over the state several times, A/A and bandwidth kernels cost about two arms more, warm-up
     # and checks about five rounds.
     arms_s = sample_s * (2 + sum(4 if arm.endswith("/torch") else 1 for arm in arms))
     setup_s = GPU_SETUP_S["case"] + GPU_SETUP_S["arm"] * len(arms) if case.device == "cuda" else 0.0
     total_s = case.timing.replicates * (setup_s + (case.timing.rounds + 5) * arms_s)
     return (
-        f"{case_hash(case)}  {label(case)}: stored {plain.total_bytes / 1e6:.1f} MB a step, replay "
+        f"{case_hash(case)}  {label(case)}: {'snapshots' if windows else 'stored'} "
+        f"{plain.total_bytes / 1e6:.1f} MB a step, replay "
         f"{replay.total_bytes / 1e6:.1f} MB; floor {plain.floor_ns(rate, rate) / 1e3:.0f} and "
         f"{replay.floor_ns(rate, rate) / 1e3:.0f} us at an assumed {rate / 1e9:.0f} GB/s; {copies} copies; "
         f"{len(arms)} arms x {case.timing.replicates} replicates, about {total_s:.0f} s"

@@ -287,8 +287,8 @@ OF_RECORDS = {
     ),
     "layer steps counted twice": Fault(
         WORKER,
-        'layer_steps_per_sample=used["copies"] * case.interval_length * ',
-        'layer_steps_per_sample=2 * used["copies"] * case.interval_length * ',
+        'layer_steps_per_sample=used["copies"] * case.steps_per_cycle * ',
+        'layer_steps_per_sample=2 * used["copies"] * case.steps_per_cycle * ',
         "32 layer steps a sample counted, 16 timed",
         gate="whole cycles",
         refused=(STORED, REPLAY),

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from analysis.bearing import PROFILES
 from experiments import precisions, traffic
 from experiments.app import CONFIGS, to_plain
-from experiments.case import DEFAULT_RECORDS, case_from_config, model_from_config, models_with_geometry
+from experiments.case import DEFAULT_RECORDS, case_from_config, case_hash, model_from_config, models_with_geometry
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
 from replayssm.precision import Precision
@@ -155,3 +155,20 @@ def test_an_overridden_geometry_changes_the_name() -> None:
     assert model_from_config(named) == ("mine", Geometry("gdn", 48, 16, 128, 128))
     given = compose("kernel", "model=glm_5_3_flash", "+model.ssm={heads: 4, groups: 4, head_dim: 8, state_dim: 8}")
     assert model_from_config(given)[0] == "glm_5_3_flash+heads=4+groups=4+head_dim=8+state_dim=8"
+
+
+def test_a_window_makes_another_case_with_arms_of_its_own() -> None:
+    windows = {"window": 4, "accepted": 3}
+    case = case_from_config(compose("kernel") | windows)
+    assert (case.experiment, case.steps_per_cycle) == ("window", 5)
+    assert case_hash(case) != case_hash(case_from_config(compose("kernel")))
+    with pytest.raises(ConfigError, match=r"^arms=stored/cpu is for no window; accepted: a list of snapshots/torch"):
+        case_from_config(compose("kernel", "arms=[stored/cpu]") | windows)
+    with pytest.raises(ConfigError, match=r"^arms=verify/torch is for a window, such as window=4; accepted: a list of"):
+        case_from_config(compose("kernel", "arms=[verify/torch]"))
+    with pytest.raises(ConfigError, match=r"^accepted=3 is impossible; accepted: null, or a window as well"):
+        case_from_config(compose("kernel") | {"accepted": 3})
+    with pytest.raises(ConfigError, match=r"^window=5 is impossible; accepted: an integer from 1 to 4 "):
+        case_from_config(compose("kernel", "interval_length=4") | {"window": 5, "accepted": 1})
+    with pytest.raises(ConfigError, match=r"^accepted=0 is impossible; accepted: an integer from 1 to 4 "):
+        case_from_config(compose("kernel") | {"window": 4, "accepted": 0})

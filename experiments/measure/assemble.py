@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from experiments.case import Case, Precision, Timing, case_hash
+from experiments.case import Case, Precision, Timing, WindowCase, case_hash
 from experiments.decode_case import DecodeCase
 from experiments.measure import provenance
 from experiments.measure.record import Record
@@ -81,7 +81,7 @@ class Group:
 def case_from_dict(data: dict[str, Any]) -> Case:
     """The case of ``dataclasses.asdict``, as a record or a job holds it."""
     parts = {"geometry": Geometry, "precision": Precision, "timing": Timing}
-    kind = DecodeCase if data["experiment"] == "decode" else Case
+    kind = {"decode": DecodeCase, "window": WindowCase}.get(data["experiment"], Case)
     return kind(**{name: parts[name](**value) if name in parts else value for name, value in data.items()})
 
 

@@ -83,7 +83,7 @@ class Check:
         cycles = cycles_before + len(parts)
         flushes = layers.flushes
         comparisons += [
-            exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.interval_length)),
+            exact("passes more or less than whole cycles", abs(layers.passes - cycles * self.case.steps_per_cycle)),
             exact("flush counts that differ between rows or copies", int(flushes.max() - flushes.min())),
         ]
         correctness = Correctness(
@@ -103,14 +103,14 @@ class Check:
         """One cycle pass by pass."""
         truth, honest = self._references_from(layers)
         passed, unwritten, rewritten = [], 0, 0
-        for passes in range(self.case.interval_length):
+        for passes in range(self.case.steps_per_cycle):
             before, out = self._rows_of(layers.state), layers.out_of(passes)
             out.fill_(torch.nan)
             layers.run_pass(passes)
             passed.append(out.clone())
             unwritten += int((~out.isfinite()).sum())
             rewritten += self._rewritten(layers, passes, before)
-            if passes == self.case.interval_length // 2:
+            if passes == self.case.steps_per_cycle // 2:
                 middle = self._folded(layers)
         outputs = torch.stack(passed)
         comparisons = [

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.case import Case
+from experiments.case import Case, WindowCase
 from experiments.measure.assemble import Group, resume_keys
 from experiments.measure.journal import Journal, finished
 from experiments.measure.sources import ROOT
@@ -96,15 +96,17 @@ def probe_bytes(case: Case, copies: int) -> int:
 
 
 def needed_bytes(case: Case, arms: int, copies: int) -> int:
-    """Memory that a group needs at most: the state, ring and outputs of each arm, the initial state and what it is made
-    of, the buffer of the bandwidth kernels, and the outputs that the checks of two arms hold.
+    """Memory that a group needs at most: the states, of a window's tokens one each, ring and outputs of each arm, the
+    initial state and what it is made of, the buffer of the bandwidth kernels, and the outputs that the checks of two
+    arms hold.
     """
     state = format_of(case.precision.state).state_bytes(case.geometry)
     token = Ring(inputs=case.precision.inputs, raw=True).token_bytes(case.geometry)[0]
-    ring = token * max(1, case.interval_length - 1)
-    output = case.geometry.heads * case.geometry.head_dim * 4
-    kept, made_of = (case.interval_length, 2) if case.device == "cuda" else (1, 0)
-    a_row = arms * (state + ring + kept * output) + (1 + made_of) * state + 2 * case.interval_length * output
+    window = case.window if isinstance(case, WindowCase) else 1
+    ring = token * max(1, case.interval_length - 1 + window)
+    output = case.geometry.heads * case.geometry.head_dim * 4 * window
+    kept, made_of = (case.steps_per_cycle, 2) if case.device == "cuda" else (1, 0)
+    a_row = arms * (window * state + ring + kept * output) + (1 + made_of) * state + 2 * case.steps_per_cycle * output
     return case.batch_size * copies * a_row + probe_bytes(case, copies)
 
 

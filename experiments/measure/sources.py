@@ -24,7 +24,9 @@ DATA = {"replayssm/kernels/triton/launch_table.py": "launches/{device}.csv"}
 HARNESS = ("experiments.measure.devices", "experiments.measure.timing")
 """How samples are taken; of what these import, only each other belongs to an arm."""
 PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", *HARNESS)
-PACKAGES += tuple(f"experiments.measure.{name}" for name in ("gated", "layers", "peer_layers", "tuning"))
+PACKAGES += tuple(
+    f"experiments.measure.{name}" for name in ("gated", "layers", "peer_layers", "tuning", "window_layers")
+)
 AROUND = {"decode": ("experiments/measure/session.py",)}
 """Experiment -> files that run inside a sample of every arm."""
 INSTALLED = {

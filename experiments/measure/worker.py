@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
-from experiments.case import Case
+from experiments.case import Case, WindowCase
 from experiments.measure import devices, gates
 from experiments.measure.arm import Arm
 from experiments.measure.assemble import Group, case_from_dict, order_seed
@@ -31,6 +31,7 @@ from experiments.measure.record import Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of, needed_bytes, probe_bytes
 from experiments.measure.sources import arm_file
 from experiments.measure.timing import RaisedError, Samples, interleave, warm_up
+from experiments.measure.window_gates import WindowCheck
 from replayssm.layout import format_of
 
 AGAIN = " again"
@@ -111,9 +112,13 @@ def _prepare(arm: Arm, case: Case, copies: int) -> None:
         fail(arm, case, error)
 
 
+def _check_of(case: Case) -> type[gates.Check]:
+    return WindowCheck if isinstance(case, WindowCase) else gates.Check
+
+
 def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
     """Every arm against float64, and all rows of the others against the first arm that is right."""
-    check, first = gates.Check(case, copies, "before"), None
+    check, first = _check_of(case)(case, copies, "before"), None
     for arm in arms:
         outputs = _checked(arm, check)
         if arm.layers is None:
@@ -127,7 +132,7 @@ def _check_before(arms: list[Arm], case: Case, copies: int) -> None:
 
 
 def _check_after(arms: list[Arm], case: Case, copies: int) -> None:
-    check = gates.Check(case, copies, "after")
+    check = _check_of(case)(case, copies, "after")
     for arm in arms:
         _checked(arm, check)
 
@@ -228,7 +233,7 @@ def _time(arms: list[Arm], group: Group, buffer_bytes: int) -> dict[str, Any]:
 
 def _fastest_stored(names: list[str], last_ns: dict[str, int]) -> str:
     """The arm timed twice: the fastest stored one of the warm-up, since all speedups rest on it."""
-    stored = [name for name in names if name.startswith("stored/")]
+    stored = [name for name in names if name.startswith(("stored/", "snapshots/"))]
     return min(stored or names, key=lambda name: last_ns[name])
 
 
@@ -260,7 +265,7 @@ def _record(arm: Arm, group: Group, used: dict[str, Any], timed: dict[str, Any])
         timing_used=used | of_timing,
         samples_ns=tuple((ns,) for ns in timed["samples"][arm.name]),
         again_samples_ns=tuple((ns,) for ns in timed["again"].get(arm.name, ())),
-        layer_steps_per_sample=used["copies"] * case.interval_length * case.timing.cycles_per_sample,
+        layer_steps_per_sample=used["copies"] * case.steps_per_cycle * case.timing.cycles_per_sample,
         traffic=arm.traffic.record(bandwidth["read"]["bytes_per_s"], bandwidth["read_modify_write"]["bytes_per_s"]),
         bandwidth=bandwidth,
         layers_memory_bytes=arm.memory_bytes,

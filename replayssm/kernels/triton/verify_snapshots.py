@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton.launch import Cut, Launch, stored_launch
+from replayssm.kernels.triton.launch import Cut, Launch
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -57,6 +57,13 @@ class _DeltaStrides(NamedTuple):
     beta: Any
 
 
+def snapshots_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
+    """Default for a step with snapshots, ``state_bytes`` an element."""
+    if batch_size * geometry.heads < 256:
+        return Launch(rows=4, tiles=1, warps=1)
+    return Launch(rows=8 if state_bytes >= 4 else 16, tiles=1, warps=1, lanes=16)
+
+
 def snapshots_step(
     family: str,
     out: Tensor,
@@ -81,7 +88,7 @@ def snapshots_step(
     rows, (_, H, P, N), groups = len(slots), state.shape, inputs[1].shape[2]
     check_counts("accepted", accepted, rows, states.device)
     geometry = Geometry(family, H, groups, P, N)
-    launch = launch or stored_launch(geometry, rows, states.element_size())
+    launch = launch or snapshots_launch(geometry, rows, states.element_size())
     cut = Cut.of(geometry, launch, state)
     strides: _Mamba2Strides | _DeltaStrides
     common = {"T": T, "num_warps": launch.warps, "maxnreg": launch.registers}

@@ -1,0 +1,113 @@
+"""The arms of a case with a window under the experiment's own gates; those in Triton on a GPU, or interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from experiments.case import Precision, Timing, WindowCase, case_hash
+from experiments.measure import gates
+from experiments.measure.assemble import Group, case_from_dict
+from experiments.measure.layers import forget
+from experiments.measure.window_gates import WindowCheck
+from experiments.measure.worker import run_group
+from replayssm.geometry import Geometry
+from replayssm.traffic import replay
+
+GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if GPU else []
+DEVICE = "cuda" if GPU else "cpu"
+IN_TRITON = [("verify/triton", "gdn"), ("snapshots/triton", "mamba2")]
+IN_TRITON += [("verify/triton", "mamba2"), ("verify/triton", "kda"), ("snapshots/triton", "gdn")] if GPU else []
+"""Interpreted, these take seconds each; tests/test_verify_triton.py has the kernels of all families."""
+SHAPES = {"mamba2": (2, 1), "gdn": (2, 1), "kda": (2, 2)}
+
+
+@pytest.fixture(autouse=True)
+def interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget()
+    if not GPU:
+        monkeypatch.setattr(gates, "SLACK", 4.0)  # the interpreter truncates bfloat16, which doubles the error
+
+
+def case(
+    family: str = "gdn", phase: str = "staggered", length: int = 7, window: int = 3, accepted: int = 2
+) -> WindowCase:
+    heads, groups = SHAPES[family]
+    timing = Timing("test", 2, 1, 5.0, 0.01, 1.0, 1, 60.0)
+    geometry, precision = Geometry(family, heads, groups, 16, 16), Precision("fp32", "bf16")
+    shared = ("window", "test", geometry, 3, length, phase, precision, DEVICE, 0 if GPU else 1, 3, timing)
+    return WindowCase(*shared, window=window, accepted=accepted)
+
+
+def arm(name: str) -> Any:
+    return importlib.import_module(f"experiments.arms.{name.replace('/', '_')}")
+
+
+def judged(name: str, of: WindowCase) -> Any:
+    """The arm's layers after both checks, each over one cycle, and one between them."""
+    layers = arm(name).prepare(of, 2)
+    for cycles, moment in ((0, "before"), (2, "after")):
+        correctness, _ = WindowCheck(of, 2, moment).run(layers, cycles, None)
+        assert not correctness.faults()
+        gates.mark_copies(layers)
+        layers.cycle()
+    return layers
+
+
+@pytest.mark.parametrize(("name", "family"), IN_TRITON)
+def test_arms_in_triton_pass_the_gates(name: str, family: str) -> None:
+    judged(name, case(family, length=4, accepted=1, window=2))
+
+
+@pytest.mark.parametrize(("length", "window", "accepted", "phase"), [
+    (16, 4, 3, "staggered"), (4, 4, 2, "aligned"), (5, 1, 1, "staggered"), (6, 2, 2, "staggered"),
+])  # fmt: skip
+def test_arms_in_torch_pass_the_gates(length: int, window: int, accepted: int, phase: str) -> None:
+    of = case("mamba2", phase, length, window, accepted)
+    for name in ("verify/torch", "snapshots/torch"):
+        layers = judged(name, of)
+    assert of.steps_per_cycle == replay(of.geometry, length, window=window, accepted=accepted).steps
+    assert layers.flushes.unique().tolist() == [0]
+
+
+def test_a_window_that_is_committed_whole_is_seen() -> None:
+    """A cursor that rejects nothing, or snapshots that do not."""
+    for name in ("verify/torch", "snapshots/torch"):
+        of = case()
+        layers = arm(name).prepare(of, 2)
+        layers._accepted.fill_(of.window)
+        assert WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+
+
+def test_a_checkpoint_that_steps_on_between_flushes_is_seen() -> None:
+    of, layers = case(), arm("verify/torch").prepare(case(), 2)
+    step = layers._step
+
+    def stepping(out: Any, layer: Any, inputs: Any, slots: Any) -> None:
+        step(out, layer, inputs, slots)
+        layer.state.mul_(1 + 1e-6)
+
+    layers._step = stepping
+    faults = WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+    assert any(fault.startswith("state elements written between flushes") for fault in faults)
+
+
+def test_a_group_becomes_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both arms, timed, against each other; the case survives being written."""
+    monkeypatch.setattr("experiments.measure.worker.copies_of", lambda *_: 2)
+    names = tuple(f"{kind}/{'triton' if GPU else 'torch'}" for kind in ("snapshots", "verify"))
+    of = case("mamba2", "aligned")
+    records = run_group(Group(of, names, 0, ()))
+    assert [record.status for record in records] == ["ok", "ok"], [record.message for record in records]
+    assert {record.layer_steps_per_sample for record in records} == {2 * 3}
+    assert records[0].again_samples_ns
+    assert case_from_dict(records[1].case) == of
+    assert records[0].traffic["state_bytes_written"] == 3 * records[0].traffic["state_bytes_read"]
+    assert case_hash(of) != case_hash(dataclasses.replace(of, accepted=1))
