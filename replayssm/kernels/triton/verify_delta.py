@@ -4,7 +4,7 @@ The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key 
 side of every product. A program takes tiles of one row's state, of one head or of several that share a key head. Each
 tile is read once and multiplied by the q and k of all T tokens, two columns a token, on tensor cores; the products of
 keys with q and k are shared by the heads. The window's own corrections follow by substitution, token by token. Rows
-whose ring has no room for another window also fold it into the checkpoint: the same launch writes the tile it has read.
+whose ring has no room for another window also fold it into the checkpoint: the program writes the tile it has read.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -145,6 +145,7 @@ def _verify_kernel(
     if slot < 0:
         return
     state += slot * strides.state[0]
+    S = ()
     if cut.PIECES == 1:
         S = load_tile(state + first_head * strides.state[1], rows_of(0, part, cut), cut)
     length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
@@ -198,7 +199,32 @@ def _verify_kernel(
         new = input_product(k_new, qk) * rnorm_new[:, None] * norm[None, :]
         keys = _Keys(asked=qk, norm=norm, old=old, new=new, folded=k_old, weight=rnorm_old, decay=None)
 
-    for h in tl.range(cut.HEADS, num_stages=cut.STAGES):
+    if due:
+        _walk(
+            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S,
+            keys, cut, CHANNELS, FOLDED=True,
+        )  # fmt: skip
+    else:
+        _walk(
+            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S,
+            keys, cut, CHANNELS, FOLDED=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk(
+    out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, keys,
+    cut: tl.constexpr, CHANNELS: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a program's heads, tile by tile, and the window's d and GDN's g appended; ``FOLDED``, a tile that has
+    been read also takes in the ring and is written. ``S`` is the only tile if there is one.
+    """
+    j, c, u = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, TOKENS)
+    held, live = j < length, c < count
+    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + c) % cut.CAPACITY
+    # One tile less is on its way where tiles are written: shared memory is kept for them too.
+    STAGES: tl.constexpr = min(2, cut.STAGES) if FOLDED else cut.STAGES
+    for h in tl.range(cut.HEADS, num_stages=STAGES):
         head = first_head + h
         ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
         v_window = inputs.v + row * strides.v[0] + head * strides.v[2]
@@ -206,19 +232,21 @@ def _verify_kernel(
         beta = tl.load(beta_window + c * strides.beta[1], mask=live, other=0.0)
         if CHANNELS:
             W_old, W_new, decay = keys.old, keys.new, keys.norm
+            total, weight = keys.decay[None, :], keys.weight
         else:
             ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
             g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
             g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
-            u = tl.arange(0, TOKENS)
             g_new = tl.load(g_window + u * strides.g[1], mask=u < count, other=0.0)
             if part == 0:
                 tl.store(ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2], g_new, mask=u < count)
-            through, between = sums(g_new, c, t)
-            W_old = keys.old * tl.exp(sum_later(g_old, j)[:, None] + through[None, :])
+            through, between = sums(g_new, c, tl.arange(0, 2 * cut.COLUMNS) // 2)
+            since, ended = sum_later(g_old, j), tl.sum(g_old, axis=0)
+            W_old = keys.old * tl.exp(since[:, None] + through[None, :])
             W_new = keys.new * tl.exp(between)
-            decay = keys.norm * exp(tl.sum(g_old, axis=0) + through)
-        for i in tl.range(cut.TILES, num_stages=cut.STAGES):
+            decay = keys.norm * exp(ended + through)
+            total, weight = exp(ended), keys.weight * exp(since)
+        for i in tl.range(cut.TILES, num_stages=STAGES):
             m = rows_of(i, part, cut)
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
             d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
@@ -229,22 +257,7 @@ def _verify_kernel(
             o_window = out + row * strides.out[0] + head * strides.out[2] + c[None, :] * strides.out[1]
             tl.store(o_window + m[:, None], o.to(out.dtype.element_ty), mask=mine)
             tl.store(ring_d + (last * ring_strides.d[2])[None, :] + m[:, None], d, mask=mine)
-
-    if due:
-        # Read again, out of the cache: what the outputs need fills the registers.
-        for h in tl.range(cut.HEADS, num_stages=2):
-            head = first_head + h
-            ring_d = ring.d + slot * ring_strides.d[0] + head * ring_strides.d[1]
-            if CHANNELS:
-                total, weight = keys.decay[None, :], keys.weight
-            else:
-                ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
-                g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
-                total, weight = exp(tl.sum(g_old, axis=0)), keys.weight * exp(sum_later(g_old, j))
-            for i in tl.range(cut.TILES, num_stages=2):
-                m = rows_of(i, part, cut)
-                tile = load_tile(state + head * strides.state[1], m, cut)
-                d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+            if FOLDED:
                 moved = tile.to(tl.float32) * total + product(d_old * weight[None, :], keys.folded)
                 store_tile(state + head * strides.state[1], m, moved, cut)
 

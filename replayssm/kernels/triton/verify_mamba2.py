@@ -2,7 +2,7 @@
 
 A program takes tiles of one row's state, of one head or of several of a group. Each tile is read once for all T tokens,
 and multiplied by their C on tensor cores; what ring and window add are products of the scalars B_j . C_t, which the
-heads of a group share. Rows whose ring has no room for another window also fold it into the checkpoint: the same launch
+heads of a group share. Rows whose ring has no room for another window also fold it into the checkpoint: the program
 writes the tile that it has read.
 """
 
@@ -120,6 +120,7 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
     if slot < 0:
         return
     state += slot * strides.state[0]
+    S = ()
     if cut.PIECES == 1:
         S = load_tile(state + first_head * strides.state[1], rows_of(0, part, cut), cut)
     length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
@@ -147,17 +148,43 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
             if due:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
 
-    for h in tl.range(cut.HEADS, num_stages=cut.STAGES):
+    if due:
+        _walk(
+            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
+            B_old, BC_old, BC_new, cut, FOLDED=True,
+        )  # fmt: skip
+    else:
+        _walk(
+            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
+            B_old, BC_old, BC_new, cut, FOLDED=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk(
+    out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
+    B_old, BC_old, BC_new, cut: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a program's heads, tile by tile, and the window's x and dt appended; ``FOLDED``, a tile that has been
+    read also takes in the ring and is written. ``S`` is the only tile if there is one.
+    """
+    j, w, c = tl.arange(0, cut.RING), tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS)
+    held, live, asked = j < length, w < count, c < count
+    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + w) % cut.CAPACITY
+    # One tile less is on its way where tiles are written: shared memory is kept for them too.
+    STAGES: tl.constexpr = min(2, cut.STAGES) if FOLDED else cut.STAGES
+    for h in tl.range(cut.HEADS, num_stages=STAGES):
         head = first_head + h
         ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
         ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
         dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
         window_dt = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
         dt_new = tl.load(window_dt + w * strides.dt[1], mask=live, other=0.0)
+        A = tl.load(inputs.A + head)
         if part == 0:
             tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)
-        W_old, W_new, decay = _weights(dt_old, dt_new, inputs, head, BC_old, BC_new, j, w, c)
-        for i in tl.range(cut.TILES, num_stages=cut.STAGES):
+        W_old, W_new, decay = _weights(dt_old, dt_new, A, inputs.D, head, BC_old, BC_new, j, w, c)
+        for i in tl.range(cut.TILES, num_stages=STAGES):
             m = rows_of(i, part, cut)
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
             x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
@@ -171,32 +198,21 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
             mine = (m < cut.P)[:, None]
             tl.store(y_window + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :])
             tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
-
-    if due:
-        # Read again, out of the cache: what the outputs need fills the registers.
-        B_old = load_vectors(ring_B, entry * ring_strides.B[2], held, n, cut.N)
-        for h in tl.range(cut.HEADS, num_stages=2):
-            head = first_head + h
-            ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
-            ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
-            dt_old, A = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0), tl.load(inputs.A + head)
-            weight, decay = dt_old * exp(A * sum_later(dt_old, j)), exp(A * tl.sum(dt_old, axis=0))
-            for i in tl.range(cut.TILES, num_stages=2):
-                m = rows_of(i, part, cut)
-                tile = load_tile(state + head * strides.state[1], m, cut)
-                x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
-                moved = tile.to(tl.float32) * decay + product(x_old.to(tl.float32) * weight[None, :], B_old)
+            if FOLDED:
+                weight = dt_old * exp(A * sum_later(dt_old, j))
+                moved = product(x_old.to(tl.float32) * weight[None, :], B_old)
+                moved += tile.to(tl.float32) * exp(A * tl.sum(dt_old, axis=0))
                 store_tile(state + head * strides.state[1], m, moved, cut)
 
 
 @triton.jit
-def _weights(dt_old, dt_new, inputs, head, BC_old, BC_new, j, w, c):
+def _weights(dt_old, dt_new, A, D_of_heads, head, BC_old, BC_new, j, w, c):
     """Of one head, what ring and window weigh in each output, ``[RING,C]`` and ``[TOKENS,C]``, D included, and what is
     left of the checkpoint ``[C]``.
     """
-    A, D = tl.load(inputs.A + head), 0.0
-    if inputs.D is not None:
-        D = tl.load(inputs.D + head)
+    D = 0.0
+    if D_of_heads is not None:
+        D = tl.load(D_of_heads + head)
     through, between = sums(dt_new, w, c)
     since = sum_later(dt_old, j)[:, None] + through[None, :]
     seen = tl.where(w[:, None] <= c[None, :], dt_new[:, None] * tl.exp(A * between) * BC_new, 0.0)
