@@ -81,11 +81,13 @@ class StandIn(devices.Cuda):
     def repeated(self, run: devices.Run) -> devices.Run:
         return run
 
-    def elapsed_ns(self, run: devices.Run) -> int:
+    def elapsed_ns(self, run: devices.Run, last: devices.Run | None = None) -> int:
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
         start = time.perf_counter_ns()
         run()
+        if last is not None:
+            last()
         return time.perf_counter_ns() - start
 
     def works(self) -> bool:
@@ -286,10 +288,13 @@ def test_an_arm_that_fails_at_one_ring_length_keeps_its_whole_cycles(
 
 
 class Queue:
-    """A GPU that waits as long as it is told to, and needs ``needed`` cycles of its clock to be told all of it."""
+    """A GPU that waits as long as it is told to, and needs ``needed`` cycles of its clock to be told all of it; of
+    what is recorded it has then come as far as the first ``reached``.
+    """
 
     def __init__(self, needed: int) -> None:
         self.needed, self.waits, self.runs = needed, [], 0
+        self.reached, self.recorded = 3, []
 
     def sleep(self, cycles: int) -> None:
         self.waits.append(cycles)
@@ -298,12 +303,10 @@ class Queue:
         self.runs += 1
 
     def event(self, enable_timing: bool) -> Any:
-        return types.SimpleNamespace(
-            record=lambda: None,
-            synchronize=lambda: None,
-            query=lambda: self.waits[-1] < self.needed,
-            elapsed_time=lambda end: 0.001 * self.waits[-1],
-        )
+        made = types.SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda end: 0.001 * self.waits[-1])
+        made.record = lambda: self.recorded.append(made)
+        made.query = lambda: self.waits[-1] < self.needed and made in self.recorded[-3:][: self.reached]
+        return made
 
 
 @pytest.fixture
@@ -333,6 +336,17 @@ def test_what_waits_for_the_gpu_itself_is_refused_and_spoils_nobody_else_s_wait(
         device.elapsed_ns(queue.run)
     queue.needed = 0
     assert device.elapsed_ns(queue.run) == FIRST * 1000
+
+
+@pytest.mark.parametrize("queue", [devices.LONGEST_SPIN_CYCLES * 2], indirect=True)
+def test_of_more_than_a_queue_holds_the_last_must_not_have_begun(queue: Queue) -> None:
+    device, last = devices.Cuda(), []
+    queue.reached = 1
+    assert device.elapsed_ns(queue.run, lambda: last.append(queue.runs)) == FIRST * 1000
+    assert last == [1]
+    queue.reached = 2
+    with pytest.raises(RuntimeError, match="launches are not queued"):
+        device.elapsed_ns(queue.run, lambda: None)
 
 
 @pytest.mark.skipif(GPU, reason="the stand-in takes samples again at will")

@@ -153,7 +153,8 @@ def _checked(arm: Arm, case: DecodeCase, moment: str) -> None:
         return
     try:
         if moment == "after":
-            arm.session.generate(case.interval_length)()
+            arm.session.restart()
+            arm.session.run(case.interval_length)
         correctness = check(arm.session, moment, Chosen.of(case, arm.session.states.layers, moment))
     except Exception as error:
         fail(arm, case, error, f"{moment} timing: ")
@@ -224,7 +225,7 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
             return device.elapsed_ns(participant)
         name, arm = participant
         lengths = (short, long) if len(kept.get(name, ())) % 2 else (long, short)
-        found = {length: device.elapsed_ns(arm.session.generate(length)) for length in lengths}
+        found = {length: device.elapsed_ns(*arm.session.generate(length)) for length in lengths}
         kept.setdefault(name, []).append((found[short], found[long], device.elapsed_ns(arm.state_steps)))
         if found[long] <= found[short]:
             raise RuntimeError(f"{long} tokens took no longer than {short}: steps={case.steps} is too few to be timed")

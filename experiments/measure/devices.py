@@ -71,8 +71,9 @@ class Cpu:
     def repeated(self, run: Run) -> Run:
         return run
 
-    def elapsed_ns(self, run: Run) -> int:
-        return host_elapsed_ns(run)
+    def elapsed_ns(self, run: Run, last: Run | None = None) -> int:
+        """Of ``run`` and, where there is one, of ``last`` behind it."""
+        return host_elapsed_ns(run if last is None else lambda: (run(), last()))
 
     def works(self) -> bool:
         """False where PyTorch finds no such device, and after an error that no later call of this process survives."""
@@ -129,18 +130,22 @@ class Cuda(Cpu):
     def repeated(self, run: Run) -> Run:
         return captured(run)
 
-    def elapsed_ns(self, run: Run) -> int:
+    def elapsed_ns(self, run: Run, last: Run | None = None) -> int:
         """No work of the host lies inside: the GPU waits while everything is queued, and where it has begun before
         that, as with a graph of thousands of kernels, the wait of this case doubles and the sample is taken again.
-        Raises ``RuntimeError`` if no wait is long enough.
+        A queue holds some ten thousand kernels: of more, the GPU may begin the first, but not those of ``last``, before
+        all are queued. Raises ``RuntimeError`` if no wait is long enough.
         """
         while self.spin_cycles <= LONGEST_SPIN_CYCLES:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, near, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             torch.cuda._sleep(self.spin_cycles)
             start.record()
             run()
+            near.record()
+            if last is not None:
+                last()
             end.record()
-            begun = start.query()
+            begun = (start if last is None else near).query()
             end.synchronize()
             if not begun:
                 return round(start.elapsed_time(end) * 1e6)

@@ -110,14 +110,14 @@ class Session:
         self.steps += 1
         return seen
 
-    def generate(self, steps: int) -> Callable[[], None]:
-        """A generation, prompt's end to last token: what is timed."""
+    def generate(self, steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        """A generation, prompt's end to last token, in two parts: its last flush cycle, and what comes before."""
 
-        def generation() -> None:
+        def begin() -> None:
             self.restart()
-            self.run(steps)
+            self.run(steps - self.case.interval_length)
 
-        return generation
+        return begin, lambda: self.run(self.case.interval_length)
 
     def state_steps(self) -> devices.Run:
         """A flush cycle of the state-space layers' steps alone, with the inputs of one model step; on a GPU a graph.
