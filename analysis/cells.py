@@ -80,7 +80,7 @@ def device_label(record: Record) -> str:
 def device_labels(evidence: Evidence) -> dict[str, str]:
     """Name in a record -> name in a table: CPUs by their number of cores, told apart by a letter if need be."""
     plain: dict[str, list[str]] = defaultdict(list)
-    for r in [*evidence.records, *evidence.failures]:
+    for r in [*evidence.records, *evidence.failures, *evidence.drift]:
         name, label = str(r.device.get("name")), device_label(r)
         if name not in plain[label]:
             plain[label].append(name)

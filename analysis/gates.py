@@ -39,6 +39,7 @@ GATES = {
     "whole cycles": "a sample is no whole number of flush cycles of all copies",
     "cold state": "the rotated copies do not exceed the last-level cache five times",
     "throttled": "the device lowered its clock during the run",
+    "noise floor": "replay with a float32 state, or the reference run again, differs from it by more than rounding",
     "A/A": "one arm timed twice differs from itself",
 }
 Fault = tuple[str, str]

@@ -16,22 +16,14 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import drift_load
+from analysis.exclusion import Exclusion, one_line
 from analysis.gates import case_faults, group_faults, is_count, number, record_faults, remarks, timing_faults, value
 from analysis.stats import median_step_ns
+from experiments.measure.drift_record import DriftRecord, is_drift
 from experiments.measure.record import Record, read_lines
 
 EXPERIMENTS = ("kernel", "decode")
-
-
-@dataclass(frozen=True)
-class Exclusion:
-    """One line, record or group that no table of times shows; ``arm`` is empty where it stands for a whole line."""
-
-    gate: str
-    detail: str
-    group: str
-    arm: str
-    where: str
 
 
 Pair = tuple[Record, str]
@@ -51,9 +43,11 @@ class Gated:
 
 @dataclass
 class Evidence:
-    """``records`` passed every gate; ``failures`` are records of another status than ok that nothing superseded."""
+    """``records`` passed every gate; ``failures`` are records of another status than ok that nothing superseded;
+    ``drift`` are the records of precisions over documents that passed theirs."""
 
     records: list[Record] = field(default_factory=list)
+    drift: list[DriftRecord] = field(default_factory=list)
     failures: list[Record] = field(default_factory=list)
     exclusions: list[Exclusion] = field(default_factory=list)
 
@@ -87,6 +81,7 @@ def load(folders: Sequence[Path]) -> Evidence:
         else:
             evidence.failures.append(record)
             _exclude(evidence, [(record, where)], [("status", f"{record.status}: {one_line(record.message)}")])
+    evidence.drift = drift_load.load(folders, evidence.exclusions)
     evidence.records.sort(key=_order)
     evidence.failures.sort(key=_order)
     evidence.exclusions.sort(key=lambda e: (e.where, e.group, e.arm, e.gate, e.detail))
@@ -158,14 +153,11 @@ def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[Pa
             try:
                 if line is None:
                     raise ValueError("torn tail: the last line has no end")
+                if is_drift(line):
+                    continue
                 yield Record.from_json(line), where
             except ValueError as error:
                 exclusions.append(Exclusion("line", one_line(error), "", "", where))
-
-
-def one_line(message: object) -> str:
-    """At most 200 characters of a message, without line breaks."""
-    return " ".join(str(message).split())[:200] or type(message).__name__
 
 
 def _exclude(evidence: Evidence, group: Sequence[Pair], faults: Sequence[tuple[str, str]]) -> None:

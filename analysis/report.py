@@ -21,6 +21,8 @@ TABLES = (
     ("Replay against each other arm", "kernel_pairs"),
     ("Roofs", "roofs"),
     ("Time by ring length", "kernel_phases"),
+    ("Precisions over documents", "drift_kl"),
+    ("Precisions against each other", "drift_ratios"),
 )
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
@@ -38,6 +40,15 @@ CAPTIONS = {
     "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
     "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
     "flushes. Stored steps do not depend on it.",
+    "kl_by_position": "KL divergence of an arm's next-token distribution from that of the stored float32 state, by "
+    "position in a document; half octaves, bands are 95 % intervals over documents. The dashed values are those of "
+    "another model and another text: they say how far apart the two arms are, not where ours should lie.",
+    "state_error_by_position": "Relative error of the states against the float32 trajectory, mean over layers, heads "
+    "and documents, where all arms stand behind a flush. What is fed back accumulates error or does not; what is only "
+    "read is rounded once.",
+    "kl_by_bytes": "KL over the second half of the positions against the bytes that a step moves for an element of the "
+    "state, ring included, mean over a cycle. Left and low is better.",
+    "kl_by_interval": "KL over the second half of the positions by interval length; 1 is the stored recurrence.",
     "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "
     "bytes alone. Dotted: what this machine's bandwidths allow.",
 }

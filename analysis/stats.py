@@ -117,8 +117,7 @@ def bootstrap(processes: Sequence[Array], seed: str) -> Interval:
             picks = generator.integers(len(rounds), size=(len(chosen), len(rounds)))
             means[chosen] += np.median(rounds[picks], axis=1) / count
     units = count if count > 1 else len(processes[0])
-    tail = _tail(units)
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = np.quantile(means, [tail(units), 1 - tail(units)])
     estimate = float(np.mean([np.median(p) for p in processes]))
     total = sum(len(p) for p in processes)
     return Interval(estimate, min(float(low), estimate), max(float(high), estimate), count, total)
@@ -144,7 +143,7 @@ def aa_fault(record: Record) -> str:
     return f"{record.arm} timed twice differs by {shift:+.1f} % [{low:+.1f}, {high:+.1f}]; at most {bound:.0f} %"
 
 
-def _tail(units: int) -> float:
+def tail(units: int) -> float:
     """Probability left on each side: the normal tail at ``sqrt(n / (n - 1)) t``, Student's t with n - 1 degrees."""
     if units < 2:
         return (1 - CONFIDENCE) / 2

@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import decode, depths, pairs, phases, roofs, speedups
+from analysis import decode, depths, drift, pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import Evidence, one_line
 from experiments.measure.record import Record
 
 NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "decode_speedups", "decode_depths")
-NAMES += ("failures", "exclusions", "devices")
+NAMES += (*drift.COLUMNS, "failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
-WHOLE += ("threads", "arms", "processes", "rounds", "bytes", "runs")
+WHOLE += ("documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds", "bytes", "runs")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -44,6 +44,17 @@ NOTES = {
     "decode_depths": "Steps of the first blocks of a model, at depths in which every kind of block has its share, and "
     "the line through them: milliseconds of a block, and of what is not blocks. Of the whole model it is an "
     "extrapolation, not a measurement; where the whole was measured too, the error says how far off it is.",
+    "drift_kl": "KL(fp32 reference || arm) in nats, whole vocabulary, mean over the second half of the positions; "
+    "everywhere: over all of them. Intervals are over documents. Slope of log KL over log position in the last decade "
+    "of positions; agreement of the likeliest token, and perplexity over the reference's, in the second half. State "
+    "and read error: of the copies, relative by norm to the reference's states, mean over layers, heads and documents "
+    "at the last position recorded. Last over flat: bits a byte of the last octave of positions over those of the "
+    "octaves from 2,048 tokens on before it. Step bytes are moved a step and element of the state, ring included. "
+    "shared_fp32@1 is the reference, shared_fp32 the noise floor; @L is an interval length of its own.",
+    "drift_ratios": "Mean KL over the second half of the positions, over that of another arm over the same documents.",
+    "drift_positions": "Mean KL in half octaves of positions, each at its geometric middle.",
+    "drift_states": "Relative errors of the states, mean and worst over layers and heads, means over documents.",
+    "drift_heads": "Relative errors of the states at the last position recorded, by layer and head.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -70,6 +81,8 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),
         "devices": (_device_rows(evidence, labels), DEVICE),
     }
+    by_drift = drift.rows(evidence.drift, labels)
+    rows |= {name: (by_drift[name], columns) for name, columns in drift.COLUMNS.items()}
     return {name: _frame(*pair) for name, pair in rows.items()}
 
 
@@ -109,7 +122,7 @@ def text(cell: Any) -> str:
 def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     seen: set[str] = set()
-    for r in [*evidence.records, *evidence.failures]:
+    for r in [*evidence.records, *evidence.failures, *evidence.drift]:
         packages = ", ".join(f"{k} {v}" for k, v in sorted(r.packages.items()))
         name, sha = str(r.device.get("name")), str(r.code.get("git_sha") or "")[:12]
         dirty = {"True": "yes", "False": "no"}.get(str(r.code.get("dirty")), "not recorded")

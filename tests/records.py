@@ -202,7 +202,7 @@ def _what_was_run(of: Mapping[str, Any], arm: str) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, *groups: Sequence[Record], name: str = "records") -> Path:
+def write(folder: Path, *groups: Sequence[Any], name: str = "records") -> Path:
     """The groups as one JSONL file in ``folder``, which is created; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [record.to_json() + "\n" for records in groups for record in records]

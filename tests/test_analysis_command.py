@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from drift_records import drift_group
 from PIL import Image
 from records import ARMS, case, decode_group, gpu_group, group, write
 
@@ -36,7 +37,7 @@ def sweep():
 
 def everything():
     """What has every output."""
-    return [*sweep(), gpu_group(phased=True), decode_group()]
+    return [*sweep(), gpu_group(phased=True), decode_group(), drift_group()]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,7 @@ def test_analysis_imports_neither_torch_nor_the_library():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert not {"torch", "replayssm", "hydra"} & set(loaded)
-    ours = ["experiments", "experiments.measure", "experiments.measure.record"]
+    ours = ["experiments", "experiments.measure", "experiments.measure.drift_record", "experiments.measure.record"]
     assert [m for m in loaded if m.split(".")[0] == "experiments"] == ours
 
 

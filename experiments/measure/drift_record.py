@@ -128,7 +128,7 @@ class DriftRecord:
             for name in ("arms", "argv", "edges", *SUMS, *COUNTS):
                 data[name] = tuple(data[name])
             for name in ("case", "device", "document", "precision", "state_error", "traffic"):
-                if not isinstance(data[name], dict):
+                if not isinstance(data.get(name, {}), dict):
                     raise ValueError(f"{name} is no mapping")
             if type(data["document"]["number"]) is not int:
                 raise ValueError("document.number is no integer")

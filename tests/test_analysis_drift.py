@@ -1,0 +1,120 @@
+"""Tables, gates and claims of precisions over documents, from records whose KL follows known laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drift_records import AGAIN, CONTROL, drift_group
+from records import group, write
+
+from analysis import claims, tables
+from analysis.load import Evidence, load
+
+ROOT = Path(__file__).parents[1]
+
+
+def changed(records: list[Any], arm: str, **fields: Any) -> list[Any]:
+    return [dataclasses.replace(r, **fields) if r.arm == arm else r for r in records]
+
+
+def loaded(folder: Path, *groups: Any) -> Evidence:
+    return load([write(folder, *groups)])
+
+
+def row(evidence: Evidence, table: str, **wanted: Any) -> Any:
+    frame = tables.build(evidence)[table]
+    for name, value in wanted.items():
+        frame = frame[frame[name] == value]
+    (found,) = frame.itertuples()
+    return found
+
+
+def test_means_slopes_and_ratios_are_those_of_the_laws(tmp_path: Path) -> None:
+    evidence = loaded(tmp_path, drift_group())
+    assert not evidence.exclusions
+    assert not evidence.records
+    dual = row(evidence, "drift_kl", arm="dual_fp32_nvfp4")
+    assert dual.kl == pytest.approx(1e-3 * 1.015, rel=1e-3)
+    assert dual.kl_low < dual.kl < dual.kl_high
+    assert (dual.documents, dual.tokens, dual.update, dual.read) == (4, 16384, "fp32", "nvfp4")
+    assert dual.slope == pytest.approx(0, abs=1e-9)
+    shared = row(evidence, "drift_kl", arm="shared_nvfp4")
+    assert shared.slope == pytest.approx(0.4, abs=1e-3)
+    assert shared.slope_low <= shared.slope <= shared.slope_high
+    assert dual.agreement == shared.agreement == dual.perplexity_ratio == dual.last_over_flat == 1
+    assert dual.bits_per_byte == pytest.approx(2 / 3 / 0.6931, rel=1e-3)
+    assert (dual.state_error, dual.read_error) == (3.5e-3, 3.5e-3)
+    ratio = row(evidence, "drift_ratios", arm="shared_nvfp4")
+    assert ratio.ratio == pytest.approx(12288**0.4, rel=1e-2)
+    assert ratio.low == ratio.ratio == ratio.high  # documents differ, their ratio does not
+    positions = tables.build(evidence)["drift_positions"]
+    line = positions[positions["arm"] == "shared_nvfp4"]
+    assert all(r.kl == pytest.approx(1.015e-3 * r.position**0.4, rel=0.02) for r in line.itertuples())
+    heads = tables.build(evidence)["drift_heads"]
+    assert heads[heads["arm"] == "shared_nvfp4"]["update"].tolist() == [3e-3, 4e-3]
+
+
+def test_groups_of_one_case_make_one_table_and_the_newest_counts(tmp_path: Path) -> None:
+    old = drift_group({"shared_nvfp4": (9.0, 0.0)})
+    new = drift_group({"shared_nvfp4": (1e-3, 0.0)}, group="d2", started="2026-11-30T05:00:00+00:00")
+    more = drift_group({"dual_fp32_nvfp4": (1e-4, 0.0)}, group="d3")
+    evidence = loaded(tmp_path, old, new, more)
+    assert {e.gate for e in evidence.exclusions} == {"superseded"}
+    assert {e.group for e in evidence.exclusions} == {"d1"}
+    assert row(evidence, "drift_ratios", arm="shared_nvfp4").ratio == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "gate", "told"),
+    [
+        (lambda g: g[:-1], "incomplete", "an arm lacks a document"),
+        (lambda g: [*g, dataclasses.replace(g[0], elapsed_s=2.0)], "incomplete", "has one twice"),
+        (lambda g: drift_group(noise=1e-7), "noise floor", "shared_fp32 has a mean KL of 1e-07; at most 1e-08"),
+        (lambda g: changed(g, AGAIN, kl=g[-1].kl), "noise floor", f"{AGAIN} has a mean KL"),
+        (lambda g: changed(g, "shared_fp32@1", kl=g[-1].kl), "noise floor", "at most 0"),
+        (lambda g: [dataclasses.replace(r, case=r.case | {"seed": 1}) for r in g], "case hash", "that of the case is"),
+        (lambda g: changed(g, CONTROL, case=g[0].case | {"seed": 1}), "group", "records differ in case"),
+        (lambda g: changed(g, CONTROL, status="error", message="x", kl=()), "incomplete", "an arm failed"),
+    ],
+)
+def test_what_a_gate_refuses_is_in_no_table(tmp_path: Path, spoil: Any, gate: str, told: str) -> None:
+    evidence = loaded(tmp_path, spoil(drift_group()))
+    assert not evidence.drift
+    assert any(e.gate == gate and told in e.detail for e in evidence.exclusions)
+    assert tables.build(evidence)["drift_kl"].empty
+
+
+def test_lines_of_both_schemas_share_a_file(tmp_path: Path) -> None:
+    folder = write(tmp_path, group(), drift_group())
+    (file,) = folder.glob("*.jsonl")
+    damaged = json.loads(drift_group()[0].to_json()) | {"kl": [1.0]}
+    file.write_text(file.read_text() + json.dumps(damaged, separators=(",", ":")) + "\n")
+    evidence = load([folder])
+    assert len(evidence.records) == 4
+    assert len(evidence.drift) == 24
+    (exclusion,) = evidence.exclusions
+    assert (exclusion.gate, exclusion.detail) == ("line", "kl does not hold a number a bucket")
+
+
+@pytest.mark.parametrize(
+    ("laws", "size", "expected"),
+    [
+        ({}, {}, ["supported", "supported", "supported"]),
+        ({"dual_fp32_nvfp4": (1e-3, 0.3)}, {}, ["supported", "contradicted", "unclear"]),
+        ({"shared_nvfp4": (1e-4, 0.0)}, {}, ["contradicted", "supported", "contradicted"]),
+        ({}, {"documents": 1}, ["unclear", "unclear", "unclear"]),
+        ({}, {"tokens": 2048}, ["unclear", "unclear", "unclear"]),
+    ],
+)
+def test_claims_follow_the_intervals(tmp_path: Path, laws: Any, size: Any, expected: list[str]) -> None:
+    of_arms = {"shared_nvfp4": (1e-3, 0.4), "dual_fp32_nvfp4": (1e-3, 0.0)} | laws
+    evidence = loaded(tmp_path, drift_group(of_arms, **size))
+    every = claims.read(ROOT / "results" / "paper" / "claims.toml")
+    table = claims.evaluate(every, tables.build(evidence), evidence, ROOT).set_index("id")
+    ids = ("shared-copy-compounds", "read-errors-stay", "pg19-kl")
+    assert [table.loc[name, "verdict"] for name in ids] == [f"{e} on an analogue" for e in expected]
+    assert "model: tiny-qwen3.5; text: books, not PG-19; card: NVIDIA H200" in table.loc["pg19-kl", "differed"]
