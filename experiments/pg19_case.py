@@ -35,13 +35,16 @@ REFERENCE, CONTROL = "shared_fp32@1", "shared_fp32"
 AGAIN = "shared_fp32@1/again"
 """The reference a second time: A/A."""
 DEFAULT_ARMS = "default"
+WHOLE_BYTES = 1 << 28
+"""Size of weights up to which all of them are hashed: a model that was trained anew has the same shapes."""
 
 
 @dataclass(frozen=True)
 class DriftCase:
-    """``weights``: a Hugging Face folder, relative to the checkout where it lies in it; ``weights_digest`` tells its
-    configuration, names, shapes and sizes. ``count`` documents of ``tokens`` tokens each from the source ``documents``.
-    ``inputs``: the format of weights and activations. ``threads`` is 0 on a GPU, where it means nothing.
+    """``weights``: a Hugging Face folder, relative to the checkout where it lies in it; ``weights_digest`` tells what
+    it holds, of large weights names, shapes and sizes only. ``count`` documents of ``tokens`` tokens each from the
+    source ``documents``. ``inputs``: the format of weights and activations. ``threads`` is 0 on a GPU, where it means
+    nothing.
     """
 
     experiment: str
@@ -75,7 +78,7 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
         experiment=choice(config, "experiment", ["pg19"]),
         model=folder.name,
         weights=str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder),
-        weights_digest=digest(folder),
+        weights_digest=weights_digest(folder),
         family=_family(folder),
         documents=source if source in ("books", "hub") else str(Path(source).resolve()),
         count=integer(config, "count", 1, 1000),
@@ -106,6 +109,17 @@ def weights_folder(config: Mapping[str, Any]) -> Path:
     if folder is None:
         raise refuse("weights", asked, told, "is no folder")
     return folder.resolve()
+
+
+def weights_digest(folder: Path) -> str:
+    """16 hex digits over configuration and weights; where these are large, over what `digest` looks at."""
+    files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
+    if sum(file.stat().st_size for file in files) > WHOLE_BYTES:
+        return digest(folder)
+    found = hashlib.sha256()
+    for file in files:
+        found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[PrecisionArm, ...]:

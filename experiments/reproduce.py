@@ -2,9 +2,10 @@
 
     make reproduce          (or: python -m experiments.reproduce)
 
-Every replicate is a fresh process that runs all pending cases; cases recorded before are skipped, so the job can be
-stopped and started again. Records go to results/local/records, everything made from them to results/local; neither is
-tracked by git. Evidence that is committed comes from the same cases with ``--records results/records``.
+Every replicate is a fresh process that runs all pending cases; then the embedded models read a book at several
+precisions, a core each. What is recorded before is skipped, so the job can be stopped and started again. Records go to
+results/local/records, everything made from them to results/local; neither is tracked by git. Evidence that is committed
+comes from the same cases with ``--records results/records``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def main() -> int:
     try:
         with alone(folder, say=console.print):
             failures = measure(folder, console, arguments.repeat, arguments.budget_s)
+        failures += read_documents(folder, console, arguments.repeat)
     except KeyboardInterrupt:
         console.print("interrupted; nothing recorded is lost, the same command goes on from here")
         return 130
@@ -123,6 +125,22 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
     if left := pending - sum(map(len, ran)):
         console.print(f"{left} runs not started within --budget-s={budget_s:g}; the same command goes on with them")
     return failures
+
+
+def read_documents(folder: Path, console: Console, repeat: bool) -> int:
+    """The drift experiment with each embedded model, all at once, since nothing is timed; returns how many failed."""
+    models = sorted(path.parent.name for path in WHOLE_MODELS.glob("*/config.json"))
+    console.print(f"precisions over a document: {', '.join(models)}; about a minute")
+    options = ("threads=1", f"records={folder}", f"repeat={str(repeat).lower()}")
+    command = (sys.executable, "-m", "experiments.pg19", *options)
+    running = [subprocess.Popen((*command, f"weights={model}"), cwd=ROOT, stdout=subprocess.PIPE) for model in models]
+    try:
+        for process in running:
+            console.print(process.communicate()[0].decode().rstrip(), soft_wrap=True, highlight=False)
+    finally:
+        for process in running:
+            process.terminate()
+    return sum(process.wait() != 0 for process in running)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from experiments.assets import vocabulary
 from experiments.measure.drift import Drift
 from experiments.measure.drift_record import Check, DriftRecord
 from experiments.options import ConfigError
-from experiments.pg19_case import MODELS, ROOT, arms_from_config, case_from_config
+from experiments.pg19_case import MODELS, ROOT, arms_from_config, case_from_config, case_hash
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 TOKENS = 48
@@ -237,6 +238,19 @@ def documents_text(title: str) -> str:
     from experiments.assets import books
 
     return next(book.text for book in books.load("held_out") if book.title == title)
+
+
+def test_other_weights_of_the_same_shapes_are_another_case(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-qwen3.5"
+    shutil.copytree(MODELS / "tiny-qwen3.5", folder)
+    same = case_from_config(config(f"weights={folder}"))
+    assert case_hash(same) == case_hash(case_from_config(config()))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert case_hash(case_from_config(config(f"weights={folder}"))) != case_hash(same)
 
 
 @pytest.mark.parametrize(
