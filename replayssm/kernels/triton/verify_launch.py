@@ -40,13 +40,15 @@ class WindowLaunch:
 
 
 def verify_launch(geometry: Geometry, batch_size: int, window: int) -> WindowLaunch:
-    """Default for a verify step: with few heads these are cut finely, with many a program walks a whole one."""
-    heads, whole = batch_size * geometry.heads, power_of_two(geometry.head_dim)
-    if heads < 512:
-        return WindowLaunch(rows=16, warps=1)
-    if geometry.head_dim < whole:
-        return WindowLaunch(rows=16, tiles=-(-geometry.head_dim // 16), warps=1)
-    return WindowLaunch(rows=min(64, whole), tiles=-(-whole // 64), warps=4)
+    """Default for a verify step, not measured yet: with few heads these are cut finely, with many one warp walks whole
+    heads, several of a group where a group has several. KDA's key side takes more warps than one to hold.
+    """
+    few, tiles = batch_size * geometry.heads < 512, -(-geometry.head_dim // 16)
+    if geometry.family == "kda":
+        return WindowLaunch(rows=16, tiles=1 if few else tiles, warps=4)
+    if few:
+        return WindowLaunch(rows=16)
+    return WindowLaunch(rows=16, tiles=tiles, heads=min(4, geometry.heads_per_group))
 
 
 @dataclass(frozen=True)
