@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from replayssm.cache import CacheLayer, ReplayCache  # noqa: E402
 from replayssm.geometry import Geometry  # noqa: E402
+from replayssm.kernels.triton.gates import Gates  # noqa: E402
 from replayssm.kernels.triton.launch import Launch  # noqa: E402
 from replayssm.kernels.triton.verify_commit import BLOCK, commit_window  # noqa: E402
 from replayssm.kernels.triton.verify_families import VERIFY  # noqa: E402
@@ -335,3 +336,45 @@ def test_snapshots(family: str, state_dtype: torch.dtype) -> None:
     assert states[[0, 1, 3]].isnan().all()
     with pytest.raises(ValueError, match=r"^inputs hold 3 tokens a row; accepted: 2, the states of a slot$"):
         snapshots_step(family, out, states[:, :2], inputs, slots.to(DEVICE), counts.to(DEVICE))
+
+
+@pytest.mark.parametrize(("family", "bound"), [("mamba2", None), ("gdn", None), ("kda", None), ("kda", -5.0)])
+def test_gates_from_raw_inputs(family: str, bound: float | None) -> None:
+    """Raw inputs in bfloat16 give what ready gates do, in outputs, ring, flush and snapshots; with a short window."""
+    window = Window(family, [3, 5], 6, 2, lengths=[2, 1], flavour="model")
+    again = Window(family, [3, 5], 6, 2, lengths=[2, 1], flavour="model")
+    shape, H, N = window.inputs[0].shape, 2, 16
+    generator = torch.Generator().manual_seed(3)
+    channels = (H, N) if family == "kda" else (H,)
+    first, second = (torch.randn(*shape[:2], *size, generator=generator).bfloat16() for size in (channels, (H,)))
+    bias = torch.randn(*channels, generator=generator).bfloat16()
+    A_log = torch.rand(H, generator=generator)
+    if family == "mamba2":
+        made = {"dt": FAMILIES[family].discretize(first.double(), bias.double())}
+        raw, gates = {"dt": first}, Gates(bias.to(DEVICE))
+    else:
+        given = (first.double(), second.double(), A_log.double(), bias.double())
+        told = (*given, bound) if family == "kda" else given
+        made = dict(zip(("g", "beta"), FAMILIES[family].gates(*told), strict=True))
+        raw, gates = {"g": first, "beta": second}, Gates(bias.to(DEVICE), A_log.to(DEVICE), bound)
+    ready = window.inputs._replace(**{name: tensor.float().to(DEVICE) for name, tensor in made.items()})
+    given = window.inputs._replace(**{name: tensor.to(DEVICE) for name, tensor in raw.items()})
+    slots, lengths = window.slots.to(DEVICE), window.counts.to(DEVICE)
+    VERIFY[family](window.out, window.layer, ready, slots, lengths=lengths)
+    VERIFY[family](again.out, again.layer, given, slots, lengths=lengths, gates=gates)
+    live = window.out != SENTINEL
+    assert torch.equal(live, again.out != SENTINEL)
+    assert distance(again.out[live], window.out[live].double().cpu()) <= FLOAT32
+    kept = [[of.layer.state, *of.layer.ring.values()] for of in (again, window)]
+    for found, wanted in zip(*kept, strict=True):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert distance(found.nan_to_num(), wanted.nan_to_num().double().cpu()) <= FLOAT32
+    inputs = [type(ready)(*(t if t is None else t.nan_to_num() for t in i)) for i in (ready, given)]
+    results = []
+    for of, more in zip(inputs, ({}, {"gates": gates}), strict=True):
+        states = torch.ones(SLOTS, 2, 2, 20, N, device=DEVICE)
+        out = torch.empty_like(window.out)
+        snapshots_step(family, out, states, of, slots, torch.ones_like(lengths), **more)
+        results.append((out, states))
+    for found, wanted in zip(*results, strict=True):
+        assert distance(found, wanted.double().cpu()) <= FLOAT32

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from replayssm.cache import CacheLayer
-from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_place, check_slots
+from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_parameter, check_place, check_slots
+from replayssm.kernels.triton.gates import Gates
 from replayssm.kernels.triton.verify_launch import MAX_WINDOW
 from replayssm.recurrence import gdn, mamba2
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for, besides sizes and a launch."""
+
+    CHANNELS: bool
+    """One decay a key channel: KDA."""
+    GATED: bool
+    """Gates from raw inputs; KDA's with a LOWER_BOUND or without."""
+    LOWER_BOUND: float | None
+
+    @classmethod
+    def of(cls, family: str, gates: Gates | None) -> Form:
+        bound = None if gates is None or gates.lower_bound is None else float(gates.lower_bound)
+        return cls(family == "kda", gates is not None, bound)
 
 
 def check_window_layer(layer: CacheLayer, family: str, tokens: int) -> None:
@@ -40,7 +58,9 @@ def check_counts(name: str, counts: Tensor | None, rows: int, device: torch.devi
     check_place({name: counts}, device)
 
 
-def check_mamba2(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor) -> dict[str, Any]:
+def check_mamba2(
+    out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor, gates: Gates | None
+) -> dict[str, Any]:
     """Strides of all axes but the last, of dt ``[B,T,H]`` all, by name; ``state [...,H,P,N]``."""
     H, P, N = state.shape[-3:]
     rows, tokens, G = inputs.B.shape[:3]
@@ -51,9 +71,13 @@ def check_mamba2(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tenso
         "x": check("x", inputs.x, (*wide, H, P), INPUTS),
         "B": check("B", inputs.B, (*wide, G, N), kind),
         "C": check("C", inputs.C, (*wide, G, N), kind),
-        "dt": check("dt", inputs.dt, (*wide, H), WIDE, scalars=True),
+        "dt": check("dt", inputs.dt, (*wide, H), INPUTS if gates else WIDE, scalars=True),
         "z": None if inputs.z is None else check("z", inputs.z, (*wide, H, P), kind),
     }
+    if gates and gates.dt_bias is not None:
+        check_parameter("gates.dt_bias", gates.dt_bias, (H,), state.device)
+    if gates and (gates.A_log is not None or gates.lower_bound is not None):
+        raise ValueError("gates.A_log and gates.lower_bound are for GDN and KDA; accepted: None, with A in the inputs")
     check("A", inputs.A, (H,), WIDE)
     if inputs.D is not None:
         check("D", inputs.D, (H,), WIDE)
@@ -62,8 +86,10 @@ def check_mamba2(out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tenso
     return strides
 
 
-def check_delta(family: str, out: Tensor, state: Tensor, inputs: gdn.Inputs, slots: Tensor) -> dict[str, Any]:
-    """As `check_mamba2`, for GDN and KDA; of GDN's g all strides and a 1, as if it had a channel."""
+def check_delta(
+    family: str, out: Tensor, state: Tensor, inputs: gdn.Inputs, slots: Tensor, gates: Gates | None
+) -> dict[str, Any]:
+    """As `check_mamba2`, for GDN and KDA; of GDN's g all strides."""
     H, V, K = state.shape[-3:]
     rows, tokens, HK = inputs.k.shape[:3]
     kind, wide = (inputs.v.dtype,), (rows, tokens)
@@ -74,9 +100,14 @@ def check_delta(family: str, out: Tensor, state: Tensor, inputs: gdn.Inputs, slo
         "q": check("q", inputs.q, (*wide, HK, K), kind),
         "k": check("k", inputs.k, (*wide, HK, K), kind),
         "v": check("v", inputs.v, (*wide, H, V), INPUTS),
-        "g": check("g", inputs.g, decays, WIDE, scalars=family == "gdn"),
-        "beta": check("beta", inputs.beta, (*wide, H), WIDE, scalars=True),
+        "g": check("g", inputs.g, decays, INPUTS if gates else WIDE, scalars=family == "gdn"),
+        "beta": check("beta", inputs.beta, (*wide, H), INPUTS if gates else WIDE, scalars=True),
     }
+    if gates:
+        check_parameter("gates.dt_bias", gates.dt_bias, decays[2:], state.device)
+        check_parameter("gates.A_log", gates.A_log, (H,), state.device)
+        if family == "gdn" and gates.lower_bound is not None:
+            raise ValueError(f"gates.lower_bound={gates.lower_bound} is for KDA; accepted for GDN: None")
     check_slots(slots, rows)
     check_place({"out": out, "slots": slots, **inputs._asdict()}, state.device)
     return strides

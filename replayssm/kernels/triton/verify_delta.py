@@ -1,7 +1,7 @@
 """GDN and KDA in Triton, speculative decoding: a window of T tokens a row is verified in one launch.
 
-The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key channel, which then belongs to the key
-side of every product. A program takes tiles of one row's state, of one head or of several that share a key head. Each
+The two differ in the decay: a scalar a value head, or, ``form.CHANNELS``, one a key channel, which then belongs to the
+key side of every product. A program takes tiles of one row's state, of one head or of several of one key head. Each
 tile is read once and multiplied by the q and k of all T tokens, two columns a token, on tensor cores; the products of
 keys with q and k are shared by the heads. The window's own corrections follow by substitution, token by token. Rows
 whose ring has no room for another window also fold it into the checkpoint: the program writes the tile it has read.
@@ -21,8 +21,9 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import WIDE, check
+from replayssm.kernels.triton.gates import Gates, log_decay, sigmoid
 from replayssm.kernels.triton.tiles import exp, product, rnorm, sum_later
-from replayssm.kernels.triton.verify_arguments import check_counts, check_delta, check_window_layer
+from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_delta, check_window_layer
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
 from replayssm.kernels.triton.verify_tiles import (
     TOKENS,
@@ -94,6 +95,7 @@ def verify_step(
     launch: WindowLaunch | None = None,
     *,
     lengths: Tensor | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """A window of T tokens a row: outputs of each, and all of them appended behind the committed ones of the ring.
 
@@ -101,11 +103,12 @@ def verify_step(
     ``slots [B]`` int64, -1 for padding. ``lengths [B]`` are the tokens that each row's window holds, 0 to T, all T
     without it; what lies behind is neither read nor written. A row whose committed ring could not take another window,
     p > L - T, folds it into the checkpoint from d, rounded to the nearest, and counts the flush. Mutates ``out``, the
-    ring, and checkpoint and ``flushes`` of those rows; cursors are moved by `verify_commit.commit_window`. Raises
+    ring, and checkpoint and ``flushes`` of those rows; cursors are moved by `verify_commit.commit_window`. With
+    ``gates`` the inputs' g and beta are raw. Raises
     ``ValueError``, one line, on what it does not take.
     """
     check_window_layer(layer, family, inputs.q.shape[1])
-    strides = _Strides(**check_delta(family, out, layer.state, inputs, slots))
+    strides = _Strides(**check_delta(family, out, layer.state, inputs, slots, gates))
     rows, (slots_of_state, H, V, K), HK = len(slots), layer.state.shape, inputs.k.shape[2]
     check_counts("lengths", lengths, rows, layer.state.device)
     geometry, ring, R = Geometry(family, H, HK, V, K), layer.ring, layer.capacity
@@ -126,11 +129,12 @@ def verify_step(
             inputs,
             slots,
             lengths,
+            gates,
             strides,
             ring_strides,
             K**-0.5,
             cut,
-            CHANNELS=family == "kda",
+            Form.of(family, gates),
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -138,7 +142,7 @@ def verify_step(
 
 @triton.jit
 def _verify_kernel(
-    out, state, ring, inputs, slots, lengths, strides, ring_strides, scale, cut: tl.constexpr, CHANNELS: tl.constexpr
+    out, state, ring, inputs, slots, lengths, gates, strides, ring_strides, scale, cut: tl.constexpr, form: tl.constexpr
 ):
     part, first_head, row = place(cut)
     slot = tl.load(slots + row)
@@ -183,16 +187,19 @@ def _verify_kernel(
         if first_head == 0:
             if due:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
-    if CHANNELS:
+    if form.CHANNELS:
         ring_g = ring.g + slot * ring_strides.g[0] + first_head * ring_strides.g[1]
         g_window = inputs.g + row * strides.g[0] + first_head * strides.g[2]
         if part == 0:
             g_new = load_vectors(g_window, c * strides.g[1], live, n, cut.N)
+            if form.GATED:
+                bias = tl.load(gates.dt_bias + first_head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
+                g_new = log_decay(g_new, tl.load(gates.A_log + first_head), bias[None, :], form.LOWER_BOUND)
             places = ring_g + (last * ring_strides.g[2])[:, None] + n[None, :]
             tl.store(places, g_new, mask=live[:, None] & (n < cut.N)[None, :])
         keys = _channel_keys(
-            ring_g, ring_strides.g[2], oldest, length, g_window, strides.g[1], k_old, k_new, rnorm_old, rnorm_new,
-            q_window, k_window, strides.q[1], strides.k[1], qk, norm, count, cut,
+            ring_g, ring_strides.g[2], oldest, length, g_window, strides.g[1], gates, first_head, k_old,
+            k_new, rnorm_old, rnorm_new, q_window, k_window, strides.q[1], strides.k[1], qk, norm, count, cut, form,
         )  # fmt: skip
     else:
         old = input_product(k_old, qk) * rnorm_old[:, None] * norm[None, :]
@@ -201,20 +208,20 @@ def _verify_kernel(
 
     if due:
         _walk(
-            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S,
-            keys, cut, CHANNELS, FOLDED=True,
+            out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count,
+            S, keys, cut, form, FOLDED=True,
         )  # fmt: skip
     else:
         _walk(
-            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S,
-            keys, cut, CHANNELS, FOLDED=False,
+            out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count,
+            S, keys, cut, form, FOLDED=False,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk(
-    out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, keys,
-    cut: tl.constexpr, CHANNELS: tl.constexpr, FOLDED: tl.constexpr,
+    out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, keys,
+    cut: tl.constexpr, form: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a program's heads, tile by tile, and the window's d and GDN's g appended; ``FOLDED``, a tile that has
     been read also takes in the ring and is written. ``S`` is the only tile if there is one.
@@ -230,7 +237,9 @@ def _walk(
         v_window = inputs.v + row * strides.v[0] + head * strides.v[2]
         beta_window = inputs.beta + row * strides.beta[0] + head * strides.beta[2]
         beta = tl.load(beta_window + c * strides.beta[1], mask=live, other=0.0)
-        if CHANNELS:
+        if form.GATED:
+            beta = sigmoid(beta)
+        if form.CHANNELS:
             W_old, W_new, decay = keys.old, keys.new, keys.norm
             total, weight = keys.decay[None, :], keys.weight
         else:
@@ -238,6 +247,9 @@ def _walk(
             g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
             g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
             g_new = tl.load(g_window + u * strides.g[1], mask=u < count, other=0.0)
+            if form.GATED:
+                bias = tl.load(gates.dt_bias + head).to(tl.float32)
+                g_new = tl.where(u < count, log_decay(g_new, tl.load(gates.A_log + head), bias), 0.0)
             if part == 0:
                 tl.store(ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2], g_new, mask=u < count)
             through, between = sums(g_new, c, tl.arange(0, 2 * cut.COLUMNS) // 2)
@@ -283,8 +295,8 @@ def _corrected(history, v, W, beta, c, cut: tl.constexpr):
 
 @triton.jit
 def _channel_keys(
-    ring_g, ring_stride, oldest, length, g_window, g_stride, k_old, k_new, rnorm_old, rnorm_new, q_window, k_window,
-    q_stride, k_stride, qk, norm, count, cut: tl.constexpr,
+    ring_g, ring_stride, oldest, length, g_window, g_stride, gates, head, k_old, k_new, rnorm_old, rnorm_new, q_window,
+    k_window, q_stride, k_stride, qk, norm, count, cut: tl.constexpr, form: tl.constexpr,
 ):  # fmt: skip
     """The `_Keys` of KDA, all decays in them. Log decays are summed, by products with triangles of ones or one after
     the other, and never subtracted.
@@ -303,6 +315,10 @@ def _channel_keys(
     # The window: q and k with their decay since the ring's end.
     u = tl.arange(0, TOKENS)
     g_new = load_columns(g_window, u * g_stride, u < count, n, cut.N)
+    if form.GATED:
+        A_log = tl.load(gates.A_log + head)
+        bias = tl.load(gates.dt_bias + head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
+        g_new = tl.where((u < count)[None, :], log_decay(g_new, A_log, bias[:, None], form.LOWER_BOUND), 0.0)
     through = product(g_new, tl.where(u[:, None] <= (a // 2)[None, :], 1.0, 0.0).to(tl.bfloat16))
     asked = qk.to(tl.float32) * exp(through)
     old = tl.dot(folded, asked, input_precision="tf32x3") * rnorm_old[:, None] * norm[None, :]
@@ -313,6 +329,8 @@ def _channel_keys(
     for s in tl.static_range(tl.constexpr(cut.T)):
         here = (n < cut.N) & (s < count)
         g = tl.load(g_window + s * g_stride + n, mask=here, other=0.0)
+        if form.GATED:
+            g = log_decay(g, A_log, bias, form.LOWER_BOUND)
         q = tl.load(q_window + s * q_stride + n, mask=here, other=0.0).to(tl.float32)
         k = tl.load(k_window + s * k_stride + n, mask=here, other=0.0).to(tl.float32)
         behind += tl.where((c < s)[:, None], g[None, :], 0.0)

@@ -12,4 +12,4 @@ VERIFY: dict[str, Callable[..., None]] = {
     "gdn": functools.partial(verify_delta.verify_step, "gdn"),
     "kda": functools.partial(verify_delta.verify_step, "kda"),
 }
-"""``verify_step(out, layer, inputs, slots, launch=None, *, lengths=None)``."""
+"""``verify_step(out, layer, inputs, slots, launch=None, *, lengths=None, gates=None)``."""

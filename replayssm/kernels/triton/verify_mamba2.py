@@ -20,6 +20,7 @@ from torch import Tensor
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import WIDE, check
+from replayssm.kernels.triton.gates import Gates, discretize
 from replayssm.kernels.triton.tiles import exp, product, sum_later
 from replayssm.kernels.triton.verify_arguments import check_counts, check_mamba2, check_window_layer
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
@@ -76,6 +77,7 @@ def verify_step(
     launch: WindowLaunch | None = None,
     *,
     lengths: Tensor | None = None,
+    gates: Gates | None = None,
 ) -> None:
     """A window of T tokens a row: outputs of each, and all of them appended behind the committed ones of the ring.
 
@@ -83,10 +85,11 @@ def verify_step(
     are the tokens that each row's window holds, 0 to T, all T without it; what lies behind is neither read nor written.
     A row whose committed ring could not take another window, p > L - T, folds it into the checkpoint, rounded to the
     nearest, and counts the flush. Mutates ``out``, the ring, and checkpoint and ``flushes`` of those rows; cursors are
-    moved by `verify_commit.commit_window`. Raises ``ValueError``, one line, on what it does not take.
+    moved by `verify_commit.commit_window`. With ``gates`` the inputs' dt is raw. Raises ``ValueError``, one line, on
+    what it does not take.
     """
     check_window_layer(layer, "mamba2", inputs.x.shape[1])
-    strides = _Strides(**check_mamba2(out, layer.state, inputs, slots))
+    strides = _Strides(**check_mamba2(out, layer.state, inputs, slots, gates))
     rows, (slots_of_state, H, P, N), G = len(slots), layer.state.shape, inputs.B.shape[2]
     check_counts("lengths", lengths, rows, layer.state.device)
     geometry, kind, R = Geometry("mamba2", H, G, P, N), (inputs.x.dtype,), layer.capacity
@@ -105,16 +108,20 @@ def verify_step(
             inputs,
             slots,
             lengths,
+            gates,
             strides,
             ring_strides,
             cut,
+            GATED=gates is not None,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
 
 
 @triton.jit
-def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strides, cut: tl.constexpr):
+def _verify_kernel(
+    out, state, ring, inputs, slots, lengths, gates, strides, ring_strides, cut: tl.constexpr, GATED: tl.constexpr
+):
     part, first_head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -150,20 +157,20 @@ def _verify_kernel(out, state, ring, inputs, slots, lengths, strides, ring_strid
 
     if due:
         _walk(
-            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
-            B_old, BC_old, BC_new, cut, FOLDED=True,
+            out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count,
+            S, C, B_old, BC_old, BC_new, cut, GATED, FOLDED=True,
         )  # fmt: skip
     else:
         _walk(
-            out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
-            B_old, BC_old, BC_new, cut, FOLDED=False,
+            out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count,
+            S, C, B_old, BC_old, BC_new, cut, GATED, FOLDED=False,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk(
-    out, state, ring, inputs, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
-    B_old, BC_old, BC_new, cut: tl.constexpr, FOLDED: tl.constexpr,
+    out, state, ring, inputs, gates, strides, ring_strides, part, first_head, row, slot, length, oldest, count, S, C,
+    B_old, BC_old, BC_new, cut: tl.constexpr, GATED: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a program's heads, tile by tile, and the window's x and dt appended; ``FOLDED``, a tile that has been
     read also takes in the ring and is written. ``S`` is the only tile if there is one.
@@ -180,6 +187,11 @@ def _walk(
         dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
         window_dt = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
         dt_new = tl.load(window_dt + w * strides.dt[1], mask=live, other=0.0)
+        if GATED:
+            bias = 0.0
+            if gates.dt_bias is not None:
+                bias = tl.load(gates.dt_bias + head).to(tl.float32)
+            dt_new = tl.where(live, discretize(dt_new, bias), 0.0)
         A = tl.load(inputs.A + head)
         if part == 0:
             tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replayssm.geometry import Geometry
+from replayssm.kernels.triton.gates import Gates, discretize, log_decay, sigmoid
 from replayssm.kernels.triton.launch import Cut, Launch
 from replayssm.kernels.triton.tiles import (
     exp,
@@ -29,7 +30,7 @@ from replayssm.kernels.triton.tiles import (
     store_state,
     zeros,
 )
-from replayssm.kernels.triton.verify_arguments import check_counts, check_delta, check_mamba2
+from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_delta, check_mamba2
 from replayssm.kernels.triton.verify_launch import MAX_WINDOW
 
 
@@ -72,6 +73,8 @@ def snapshots_step(
     slots: Tensor,
     accepted: Tensor,
     launch: Launch | None = None,
+    *,
+    gates: Gates | None = None,
 ) -> None:
     """The recurrence for a window of T tokens a row, from the state behind token ``accepted`` of the last window.
 
@@ -79,6 +82,7 @@ def snapshots_step(
     padding; ``accepted [B]`` int32 or int64, 1 to T, the count of the last window's tokens that were. Mutates ``out``
     and ``states``, each state rounded to its nearest number and computed on as it was before. Raises ``ValueError``,
     one line, on tensors it does not take; the counts are not checked.
+    With ``gates`` dt, or g and beta, of the inputs are raw.
     """
     if states.dim() != 5 or not 1 <= states.shape[1] <= MAX_WINDOW:
         raise ValueError(f"states has shape {list(states.shape)}; accepted: [S,T,H,P,N] with T from 1 to {MAX_WINDOW}")
@@ -93,13 +97,23 @@ def snapshots_step(
     strides: _Mamba2Strides | _DeltaStrides
     common = {"T": T, "num_warps": launch.warps, "maxnreg": launch.registers}
     if family == "mamba2":
-        strides = _Mamba2Strides(**check_mamba2(out, state, inputs, slots))
+        strides = _Mamba2Strides(**check_mamba2(out, state, inputs, slots, gates))
         if rows:
             _mamba2_kernel[(cut.PARTS * H * rows,)](
-                out, states, inputs, slots, accepted, strides, states.stride(1), cut, **common
+                out,
+                states,
+                inputs,
+                slots,
+                accepted,
+                gates,
+                strides,
+                states.stride(1),
+                cut,
+                GATED=gates is not None,
+                **common,
             )
         return
-    strides = _DeltaStrides(**check_delta(family, out, state, inputs, slots))
+    strides = _DeltaStrides(**check_delta(family, out, state, inputs, slots, gates))
     if rows:
         _delta_kernel[(cut.PARTS * H * rows,)](
             out,
@@ -107,17 +121,30 @@ def snapshots_step(
             inputs,
             slots,
             accepted,
+            gates,
             strides,
             states.stride(1),
             N**-0.5,
             cut,
-            CHANNELS=family == "kda",
+            Form.of(family, gates),
             **common,
         )
 
 
 @triton.jit
-def _mamba2_kernel(out, states, inputs, slots, accepted, strides, snapshot, cut: tl.constexpr, T: tl.constexpr):
+def _mamba2_kernel(
+    out,
+    states,
+    inputs,
+    slots,
+    accepted,
+    gates,
+    strides,
+    snapshot,
+    cut: tl.constexpr,
+    GATED: tl.constexpr,
+    T: tl.constexpr,
+):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -140,6 +167,11 @@ def _mamba2_kernel(out, states, inputs, slots, accepted, strides, snapshot, cut:
             x_token = inputs.x + row * strides.x[0] + t * strides.x[1] + head * strides.x[2]
             x = tl.load(x_token + m, mask=m < end, other=0.0).to(tl.float32)
             dt = tl.load(inputs.dt + row * strides.dt[0] + t * strides.dt[1] + head * strides.dt[2])
+            if GATED:
+                bias = 0.0
+                if gates.dt_bias is not None:
+                    bias = tl.load(gates.dt_bias + head).to(tl.float32)
+                dt = discretize(dt, bias)
             decay, y, moved = exp(A * dt), zeros(cut), ()
             for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
                 chunk = state[c] * decay + (dt * x)[:, None] * Bs[c][None, :]
@@ -163,11 +195,12 @@ def _delta_kernel(
     inputs,
     slots,
     accepted,
+    gates,
     strides,
     snapshot,
     scale,
     cut: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    form: tl.constexpr,
     T: tl.constexpr,
 ):
     part, head, row = place(cut)
@@ -188,19 +221,29 @@ def _delta_kernel(
             k_token = inputs.k + row * strides.k[0] + t * strides.k[1] + group * strides.k[2]
             g_token = inputs.g + row * strides.g[0] + t * strides.g[1] + head * strides.g[2]
             qs, ks = load_chunks(q_token, cut), load_chunks(k_token, cut)
-            if CHANNELS:
+            if form.CHANNELS:
                 gs = load_chunks(g_token, cut)
+                if form.GATED:
+                    biases, raw, gs = load_chunks(gates.dt_bias + head * cut.N, cut), gs, ()
+                    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                        g = log_decay(raw[c], tl.load(gates.A_log + head), biases[c], form.LOWER_BOUND)
+                        gs = gs + (g,)
             else:
-                decay = exp(tl.load(g_token))
+                g = tl.load(g_token)
+                if form.GATED:
+                    g = log_decay(g, tl.load(gates.A_log + head), tl.load(gates.dt_bias + head).to(tl.float32))
+                decay = exp(g)
             q, k = load_vector(q_token, n, cut), load_vector(k_token, n, cut)
             q_scale, k_rnorm = rnorm(tl.sum(q * q, axis=0)) * scale, rnorm(tl.sum(k * k, axis=0))
             qk = tl.sum(q * k, axis=0) * (k_rnorm * q_scale)
             v_token = inputs.v + row * strides.v[0] + t * strides.v[1] + head * strides.v[2]
             v = tl.load(v_token + m, mask=m < end, other=0.0).to(tl.float32)
             beta = tl.load(inputs.beta + row * strides.beta[0] + t * strides.beta[1] + head * strides.beta[2])
+            if form.GATED:
+                beta = sigmoid(beta)
             Sk, Sq, decayed, moved = zeros(cut), zeros(cut), (), ()
             for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
-                if CHANNELS:
+                if form.CHANNELS:
                     chunk = state[c] * exp(gs[c])[None, :]
                 else:
                     chunk = state[c] * decay
