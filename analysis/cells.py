@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis.gates import remarks
 from analysis.load import Evidence, describe
-from analysis.stats import MIN_ROUNDS, Interval, aa_log_ratio, bootstrap, median_step_ns
+from analysis.stats import MIN_ROUNDS, Interval, aa_log_ratio, bootstrap, median_step_ns, too_few
 from experiments.measure.record import Record
 
 Cell = dict[str, dict[str, Record]]
@@ -67,7 +67,7 @@ def aa_noise(cell: Cell) -> float:
 def weaknesses(processes: int, rounds: int, noise: float) -> list[str]:
     """Why a row of speedups or roofs is shown but proves nothing; empty when it may. ``rounds`` are those in all."""
     found = ["one process"] if processes < 2 else []
-    found += [f"fewer than {MIN_ROUNDS} rounds a process"] if rounds < MIN_ROUNDS * processes else []
+    found += [f"fewer than {MIN_ROUNDS} processes, and than {MIN_ROUNDS} rounds in each"] if too_few(processes, rounds) else []
     return found + ([f"A/A noise of {100 * noise:.0f} %"] if noise > LOUD_AA else [])
 
 

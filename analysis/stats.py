@@ -29,7 +29,8 @@ Array = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 MIN_ROUNDS = 5
-"""Rounds a process must hold on average before a verdict may be given: fewer cannot show their own spread."""
+"""Rounds a process must hold on average, or processes that there must be, before a verdict may be given: fewer cannot
+show their own spread."""
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 AA_BOUND = math.log(1.03)
@@ -123,9 +124,14 @@ def bootstrap(processes: Sequence[Array], seed: str) -> Interval:
     return Interval(estimate, min(float(low), estimate), max(float(high), estimate), count, total)
 
 
+def too_few(processes: int, rounds: int) -> bool:
+    """Whether ``rounds``, in all, and ``processes`` are too few to show their own spread."""
+    return rounds < MIN_ROUNDS * processes and processes < MIN_ROUNDS
+
+
 def verdict(speedup: Interval, aa_noise: float) -> str:
     """FASTER or SLOWER when the interval excludes 1 and the estimate exceeds the A/A noise (a log), else AMBIGUOUS."""
-    if speedup.rounds < MIN_ROUNDS * speedup.processes or abs(speedup.log_estimate) <= aa_noise:
+    if too_few(speedup.processes, speedup.rounds) or abs(speedup.log_estimate) <= aa_noise:
         return AMBIGUOUS
     if speedup.log_low > 0:
         return FASTER

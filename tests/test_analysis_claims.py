@@ -197,7 +197,7 @@ def test_batch_one(tmp_path, factor, noise, verdict):
 
 DOUBTS = {
     "one process": (1, {}, "one process"),
-    "few rounds": (3, {"rounds": 4}, "fewer than 5 rounds a process"),
+    "few rounds": (3, {"rounds": 4}, "fewer than 5 processes, and than 5 rounds in each"),
     "loud": (3, {"noise": 0.6}, "A/A noise of"),
 }
 TIMED = {

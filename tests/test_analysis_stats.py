@@ -97,7 +97,8 @@ def test_verdict_needs_an_effect_above_the_aa_noise_and_enough_rounds():
     interval = bootstrap([paired_log_speedup(*pair())], "v")
     assert verdict(interval, aa_noise=0.01) == FASTER
     assert verdict(interval, aa_noise=math.log(1.3)) == AMBIGUOUS
-    assert verdict(replace(interval, rounds=4), aa_noise=0.01) == AMBIGUOUS
+    for processes, rounds, expected in ((1, 4, AMBIGUOUS), (4, 19, AMBIGUOUS), (4, 20, FASTER), (5, 10, FASTER)):
+        assert verdict(replace(interval, processes=processes, rounds=rounds), aa_noise=0.01) == expected
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.01, 0.3), (-0.3, 0.01)])
