@@ -22,7 +22,7 @@ PAPER_CARDS = {
 }
 """The evaluated models and the card that the first summary names for them."""
 PAPER_STATE, PAPER_INPUTS = "fp32", "bf16"
-PROFILES = ("default", "gpu", "reproduce")
+PROFILES = ("default", "decode", "gpu", "reproduce")
 """Timings of ``configs/timing`` that were made for evidence, as they are; with an overridden field a timing's name is
 another one, as ``gpu+rounds=3``, and no claim rests on it.
 """
@@ -66,7 +66,7 @@ def rows_of(question: Question, table: str, kind: str, wanted: Callable[[Any], b
 
 def other_timings(question: Question) -> list[str]:
     """Names of the timings of rows that no claim rests on."""
-    rows = question.tables["kernel_speedups"]
+    rows = question.tables[speedup_table(question)]
     rows = rows[rows["model"].isin(PAPER_CARDS) & ~rows["timing"].isin(PROFILES)]
     return sorted(set(rows["timing"].dropna()))
 

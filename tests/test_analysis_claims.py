@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from records import ARMS, case, check, group, traffic, write
 
-from analysis import claims, published, rules, tables
+from analysis import bearing, claims, published, rules, tables
 from analysis.load import load
 from experiments.measure.record import MOMENTS, Comparison
 
@@ -197,7 +198,7 @@ def test_batch_one(tmp_path, factor, noise, verdict):
 
 DOUBTS = {
     "one process": (1, {}, "one process"),
-    "few rounds": (3, {"rounds": 4}, "fewer than 5 processes, and than 5 rounds in each"),
+    "few rounds": (3, {"rounds": 4}, "fewer than 5 processes of fewer than 5 rounds"),
     "loud": (3, {"noise": 0.6}, "A/A noise of"),
 }
 TIMED = {
@@ -409,3 +410,9 @@ def test_published_names_match_model_configs():
     names = published.display_names(published.read(PAPER))
     assert {"nemotron_3_nano_4b", "qwen3_5_4b", "nemotron_3_super_120b", "qwen3_5_122b"} <= known & set(names)
     assert names["nemotron_3_super_120b"] == "Nemotron-3-Super-120B"
+
+
+def test_claims_may_rest_on_the_timing_that_an_experiment_takes_unless_told():
+    for experiment in ("kernel", "decode"):
+        config = yaml.safe_load((ROOT / "configs" / f"{experiment}.yaml").read_text())
+        assert next(d["timing"] for d in config["defaults"] if "timing" in d) in bearing.PROFILES
