@@ -16,7 +16,7 @@ import numpy as np
 
 from analysis.cells import digits
 from analysis.stats import RESAMPLES, tail
-from experiments.measure.drift_record import DriftRecord
+from experiments.measure.drift_record import LAYER, DriftRecord
 
 SHARED, DUAL = "shared_nvfp4", "dual_fp32_nvfp4"
 MAIN = (SHARED, "shared_fp8", "shared_fp8_sr", "shared_int8", "shared_bf16", "shared_fp16", "shared_fp16_sr")
@@ -25,6 +25,7 @@ FLOOR = "shared_fp32"
 """Arms that are followed by position, and the noise floor."""
 FIRST_SHOWN = 16
 """Position from which on positions are shown: the first interval holds no rounded state."""
+SOURCES = ("books", "hub", "random inputs")
 DECADE = 10
 SETTING = ["device", "device_kind", "model", "family", "inputs", "source", "documents", "tokens"]
 ARM = ["arm", "update", "read", "stochastic", "ring", "fold", "interval_length"]
@@ -35,6 +36,10 @@ RATIOS = [*SETTING, "arm", "over", "ratio", "low", "high"]
 POSITIONS = [*SETTING, "arm", "position", "kl", "low", "high"]
 STATES = [*SETTING, "arm", "position", "update", "update_worst", "read", "read_worst"]
 HEADS = [*SETTING, "arm", "position", "layer", "head", "update", "read"]
+LAYERS = [*SETTING, *ARM, "output_error", "output_low", "output_high", "state_error", "state_low", "state_high"]
+LAYERS += ["read_error"]
+LAYER_RATIOS = [*SETTING, "arm", "over", "output_ratio", "output_low", "output_high"]
+LAYER_RATIOS += ["state_ratio", "state_low", "state_high"]
 PAIRS = (
     (SHARED, DUAL),
     ("shared_nvfp4@1", DUAL),
@@ -53,14 +58,25 @@ PAIRS = (
 """Arms whose KL is compared: an arm, and that over which it stands."""
 Arms = dict[str, list[DriftRecord]]
 """By arm, its records in the order of documents."""
-Statistic = Callable[[np.ndarray], float]
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Of resamples of documents, ``[resamples,documents]`` of their numbers, ``[resamples]``."""
 
 
 def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Rows of each of the tables in `COLUMNS`; ``labels`` are the devices' names in tables."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in COLUMNS}
-    for arms in _settings(records):
-        first = next(iter(arms.values()))[0]
+    for arms in _settings([r for r in records if r.experiment == LAYER]):
+        first = _first(arms)
+        setting = _setting(first, labels[str(first.device["name"])], len(next(iter(arms.values()))))
+        for _, own in sorted(arms.items()):
+            found["layer_drift"].append(_rounded(setting | _arm(own[0]) | _layer_row(own)))
+        found["layer_ratios"] += [
+            _rounded(setting | {"arm": one, "over": other} | _layer_ratio(arms[one], arms[other]))
+            for one, other in PAIRS
+            if one in arms and other in arms
+        ]
+    for arms in _settings([r for r in records if r.experiment != LAYER]):
+        first = _first(arms)
         setting = _setting(first, labels[str(first.device["name"])], len(next(iter(arms.values()))))
         for name, own in sorted(arms.items()):
             found["drift_kl"].append(_rounded(setting | _arm(own[0]) | _kl_row(own, arms)))
@@ -80,7 +96,7 @@ def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[d
 
 
 COLUMNS = {"drift_kl": KL, "drift_ratios": RATIOS, "drift_positions": POSITIONS, "drift_states": STATES}
-COLUMNS |= {"drift_heads": HEADS}
+COLUMNS |= {"drift_heads": HEADS, "layer_drift": LAYERS, "layer_ratios": LAYER_RATIOS}
 
 
 def _settings(records: list[DriftRecord]) -> Iterator[Arms]:
@@ -105,7 +121,7 @@ def _any(groups: dict[str, Arms]) -> DriftRecord:
 
 def _setting(record: DriftRecord, device: str, documents: int) -> dict[str, Any]:
     case = record.case
-    source = case["documents"] if case["documents"] in ("books", "hub") else "a folder"
+    source = case["documents"] if case["documents"] in SOURCES else "a folder"
     return {
         "device": device,
         "device_kind": record.device.get("kind"),
@@ -149,16 +165,18 @@ def _kl_row(records: list[DriftRecord], arms: Arms) -> dict[str, Any]:
     """KL over the second half of the positions, slope over their last decade, and what else an arm differs in."""
     tokens, half = records[0].edges[-1], records[0].edges[-1] // 2
     kl, count = _sums(records, "kl", half).sum(1), _widths(records[0], half).sum()
-    mean, low, high = _interval(lambda rows: float(kl[rows].mean() / count), len(records), f"kl {records[0].arm}")
+    mean, low, high = _interval(lambda rows: kl[rows].mean(1) / count, len(records), f"kl {records[0].arm}")
     by_bucket, widths = _sums(records, "kl", tokens // DECADE), _widths(records[0], tokens // DECADE)
     edges = np.array([edge for edge in records[0].edges if edge >= tokens // DECADE], dtype=np.float64)
     place = np.log((edges[:-1] + edges[1:]) / 2)
 
-    def slope(rows: np.ndarray) -> float:
-        means = by_bucket[rows].mean(0) / widths
-        return float(np.polyfit(place, np.log(means), 1)[0]) if (means > 0).all() and len(place) > 1 else float("nan")
+    weights = (place - place.mean()) / ((place - place.mean()) ** 2).sum()
 
-    fits = records[0].arm != records[0].reference and bool((by_bucket.sum(0) > 0).all())
+    def slope(rows: np.ndarray) -> np.ndarray:
+        """The least-squares line's, through the logs of the buckets' means."""
+        return np.log(by_bucket[rows].mean(1) / widths) @ weights
+
+    fits = len(place) > 1 and bool((by_bucket > 0).all())
     slopes = _interval(slope, len(records), f"slope {records[0].arm}") if fits else (None, None, None)
     reference = arms[records[0].reference]
     nll, exact = (_sums(found, "nll", half).sum() for found in (records, reference))
@@ -200,18 +218,17 @@ def _ratio(one: list[DriftRecord], other: list[DriftRecord]) -> tuple[float, flo
     half = one[0].edges[-1] // 2
     above, below = (_sums(found, "kl", half).sum(1) for found in (one, other))
     name = f"ratio {one[0].arm} {other[0].arm}"
-    return _interval(lambda rows: float(above[rows].sum() / below[rows].sum()), len(one), name)
+    return _interval(lambda rows: above[rows].sum(1) / below[rows].sum(1), len(one), name)
 
 
 def _interval(statistic: Statistic, documents: int, seed: str) -> tuple[float, float | None, float | None]:
     """Estimate and 95 % bounds from resampled documents; without bounds where there is one document."""
-    estimate = statistic(np.arange(documents))
+    estimate = float(statistic(np.arange(documents)[None])[0])
     if documents < 2:
         return estimate, None, None
     generator = np.random.default_rng(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big"))
     drawn = generator.integers(documents, size=(RESAMPLES, documents))
-    found = np.array([statistic(rows) for rows in drawn])
-    low, high = np.quantile(found, [tail(documents), 1 - tail(documents)])
+    low, high = np.quantile(statistic(drawn), [tail(documents), 1 - tail(documents)])
     return estimate, min(float(low), estimate), max(float(high), estimate)
 
 
@@ -225,7 +242,7 @@ def _positions(records: list[DriftRecord]) -> Iterator[dict[str, Any]]:
     for first, end in pairwise(bounds):
         inside = (edges[:-1] >= first) & (edges[:-1] < end)
         sums = kl[:, inside].sum(1) / (end - first)
-        mean, low, high = _interval(lambda rows, sums=sums: float(sums[rows].mean()), len(records), f"at {first}")
+        mean, low, high = _interval(lambda rows, sums=sums: sums[rows].mean(1), len(records), f"at {first}")
         yield {"position": float(np.sqrt(first * end)), "kl": mean, "low": low, "high": high}
 
 
@@ -249,6 +266,36 @@ def _states(records: list[DriftRecord]) -> tuple[list[dict[str, Any]], list[dict
             place = {"position": positions[-1], "layer": layer, "head": head}
             heads.append(place | {"update": update[layer, head], "read": read[layer, head]})
     return over, heads
+
+
+def _output_error(records: list[DriftRecord]) -> np.ndarray:
+    """Mean squared relative error of the outputs over the second half of the positions, ``[sequences]``."""
+    half = records[0].edges[-1] // 2
+    return _sums(records, "output_error", half).sum(1) / _widths(records[0], half).sum()
+
+
+def _layer_row(records: list[DriftRecord]) -> dict[str, Any]:
+    """Root mean square of the outputs' relative errors, and the states' at the last position, over sequences."""
+    squares, states = _output_error(records), _state(records, "update", -1).mean((1, 2))
+    name = records[0].arm
+    output = _interval(lambda rows: np.sqrt(squares[rows].mean(1)), len(records), f"output {name}")
+    state = _interval(lambda rows: states[rows].mean(1), len(records), f"state {name}")
+    named = zip(("output_error", "output_low", "output_high"), output, strict=True)
+    return dict(named) | {
+        **dict(zip(("state_error", "state_low", "state_high"), state, strict=True)),
+        "read_error": _state(records, "read", -1).mean(),
+    }
+
+
+def _layer_ratio(one: list[DriftRecord], other: list[DriftRecord]) -> dict[str, Any]:
+    """Of both errors over those of another arm, sequences paired."""
+    above, below = _output_error(one), _output_error(other)
+    states = [_state(records, "update", -1).mean((1, 2)) for records in (one, other)]
+    name = f"{one[0].arm} {other[0].arm}"
+    output = _interval(lambda rows: np.sqrt(above[rows].sum(1) / below[rows].sum(1)), len(one), f"output {name}")
+    state = _interval(lambda rows: states[0][rows].sum(1) / states[1][rows].sum(1), len(one), f"state {name}")
+    named = zip(("output_ratio", "output_low", "output_high"), output, strict=True)
+    return dict(named) | dict(zip(("state_ratio", "state_low", "state_high"), state, strict=True))
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from analysis.exclusion import Exclusion, one_line
-from experiments.measure.drift_record import DriftRecord, is_drift
+from experiments.measure.drift_record import LAYER, DriftRecord, is_drift
 from experiments.measure.record import read_lines
 
 CONTROL, AGAIN = "shared_fp32", "shared_fp32@1/again"
 NOISE = {"fp32": 1e-8, "bf16": 1e-2}
 """Most mean KL in nats of the control, a replay with a float32 state, and of the reference run again."""
+LAYER_NOISE = 1e-9
+"""Of one layer, most mean squared relative error of their outputs."""
 
 
 def load(folders: Sequence[Path], exclusions: list[Exclusion]) -> list[DriftRecord]:
@@ -69,8 +71,11 @@ def _fault(group: list[DriftRecord]) -> tuple[str, str] | None:
     if first.edges[-1] != first.case.get("tokens"):
         return "case", f"buckets end at {first.edges[-1]}, not at {first.case.get('tokens')} tokens"
     for record in group:
-        mean, limit = sum(record.kl) / record.edges[-1], NOISE.get(str(record.case.get("inputs")), 0.0)
+        layer = record.experiment == LAYER
+        mean = sum(record.output_error if layer else record.kl) / record.edges[-1]
+        limit = LAYER_NOISE if layer else NOISE.get(str(record.case.get("inputs")), 0.0)
         limit = {record.reference: 0.0, CONTROL: limit, AGAIN: limit}.get(record.arm, float("inf"))
         if mean > limit:
-            return "noise floor", f"{record.arm} has a mean KL of {mean:.2g}; at most {limit:g}"
+            what = "mean squared output error" if layer else "mean KL"
+            return "noise floor", f"{record.arm} has a {what} of {mean:.2g}; at most {limit:g}"
     return None

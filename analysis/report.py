@@ -23,6 +23,8 @@ TABLES = (
     ("Time by ring length", "kernel_phases"),
     ("Precisions over documents", "drift_kl"),
     ("Precisions against each other", "drift_ratios"),
+    ("One layer over random inputs", "layer_drift"),
+    ("One layer's precisions against each other", "layer_ratios"),
 )
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "

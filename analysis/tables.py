@@ -54,6 +54,9 @@ NOTES = {
     "drift_ratios": "Mean KL over the second half of the positions, over that of another arm over the same documents.",
     "drift_positions": "Mean KL in half octaves of positions, each at its geometric middle.",
     "drift_states": "Relative errors of the states, mean and worst over layers and heads, means over documents.",
+    "layer_drift": "One layer over random inputs from zero states: root mean square of the outputs' relative errors "
+    "over the second half of the positions, and relative errors of the copies at the last position recorded.",
+    "layer_ratios": "Errors of an arm of one layer over those of another over the same inputs: outputs, update copies.",
     "drift_heads": "Relative errors of the states at the last position recorded, by layer and head.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",

@@ -73,7 +73,7 @@ class Drift:
             for _ in range(self.done, stop):
                 self._advance()
             if self.done in self.wanted:
-                self.snapshots.append({"position": self.done} | self.state_errors())
+                self.snapshots.append({"position": self.done} | state_errors(self.states))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.elapsed_s += time.monotonic() - started
@@ -124,18 +124,6 @@ class Drift:
             self._graphs.append(graph)
         self.states.token = token
 
-    def state_errors(self) -> dict[str, Any]:
-        """Relative error by norm of each arm's ``update`` and ``read`` copy against the reference's state, lists
-        ``[arms][documents][layers][heads]``."""
-        exact = self.states.state(0)[0].double()
-        norm = exact.square().sum((-2, -1)).sqrt()
-        found: dict[str, list[Any]] = {"update": [], "read": []}
-        for number in range(len(self.arms)):
-            for name, copy in zip(found, self.states.state(number), strict=True):
-                error = (copy.double() - exact).square().sum((-2, -1)).sqrt() / norm
-                found[name].append(error.transpose(0, 1).tolist())
-        return found
-
     def prompt_difference(self) -> float:
         """Mean absolute difference of the reference's negative log-likelihoods, over the first document's first tokens,
         to those of the same tokens read as a prompt: another recurrence, in chunks."""
@@ -180,6 +168,19 @@ class Drift:
         for name, tensor in self._tensors():
             tensor.copy_(data["tensors"][name])
         return True
+
+
+def state_errors(states: AlignedArms) -> dict[str, Any]:
+    """Relative error by norm of each arm's ``update`` and ``read`` copy against the first arm's state, lists
+    ``[arms][documents][layers][heads]``."""
+    exact = states.state(0)[0].double()
+    norm = exact.square().sum((-2, -1)).sqrt()
+    found: dict[str, list[Any]] = {"update": [], "read": []}
+    for number in range(len(states.arms)):
+        for name, copy in zip(found, states.state(number), strict=True):
+            error = (copy.double() - exact).square().sum((-2, -1)).sqrt() / norm
+            found[name].append(error.transpose(0, 1).tolist())
+    return found
 
 
 def on_side_stream(run: Callable[[], None]) -> None:

@@ -1,8 +1,10 @@
 """The record of a drift experiment: one arm over one document, sums by position bucket, one JSON object a line.
 
-Standard library only. It is evidence as `experiments.measure.record` is: appended once, failures too, and a record of
-status ``ok`` cannot be constructed with a check that failed or a number that is missing. Records of one ``group`` were
-decoded as rows of one batch, so an arm of it can be compared with the group's reference, document by document.
+A record of ``experiments.layer_drift`` is of one layer over a sequence of random inputs, and holds output errors in
+place of KL and likelihoods. It is evidence as `experiments.measure.record` is: appended once, failures too, and a
+record of status ``ok`` cannot be constructed with a check that failed or a number that is missing. Records of one
+``group`` were decoded as rows of one batch, so an arm of it can be compared with the group's reference, document by
+document. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ SCHEMA = "replayssm.drift/1"
 STATUSES = ("ok", "incorrect", "oom", "error")
 SUMS = ("kl", "nll")
 COUNTS = ("agree", "bytes")
+LAYER = "layer_drift"
+"""The experiment whose records are of one layer."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class DriftRecord:
     """Buckets are positions ``edges[i] <= p < edges[i + 1]``, p being the tokens read before. By bucket: ``kl`` and
     ``nll``, sums in nats of KL(reference || arm) and of the next token's negative log-likelihood; ``agree``, positions
     at which both find the same token likeliest; ``bytes`` of text predicted. ``state_error``: ``positions`` and, of the
-    ``update`` and ``read`` copy, relative errors ``[positions][layers][heads]`` to the reference's state.
+    ``update`` and ``read`` copy, relative errors ``[positions][layers][heads]`` to the reference's state. Of one layer
+    by bucket ``output_error``, sums of squared relative errors of the outputs, and nothing else.
     """
 
     # identity
@@ -72,6 +77,7 @@ class DriftRecord:
     nll: tuple[float, ...] = ()
     agree: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
+    output_error: tuple[float, ...] = ()
     state_error: dict[str, Any] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
     """Of one layer and row, an element of the state: ``update`` and ``read`` are bytes stored, ``step`` those moved by
@@ -91,7 +97,7 @@ class DriftRecord:
         if self.status != "ok":
             if not self.message:
                 raise ValueError(f"status {self.status!r} needs a message")
-            if self.kl:
+            if self.kl or self.output_error:
                 raise ValueError(f"status {self.status!r} cannot hold numbers")
             return
         failed = [check.name for check in self.checks if not check.passed]
@@ -100,11 +106,12 @@ class DriftRecord:
         buckets = len(self.edges) - 1
         if buckets < 1 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
             raise ValueError(f"edges={self.edges} do not rise from 0")
-        for name in (*SUMS, *COUNTS):
+        names = ("output_error",) if self.experiment == LAYER else (*SUMS, *COUNTS)
+        for name in names:
             values = getattr(self, name)
             if len(values) != buckets or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
                 raise ValueError(f"{name} does not hold a number a bucket")
-        if min(self.kl) < -1e-9 or min(self.nll) < 0:
+        if any(sum_ < 0 for name in names for sum_ in getattr(self, name)):
             raise ValueError("a sum is below zero")
 
     @property
@@ -125,8 +132,8 @@ class DriftRecord:
         try:
             data = json.loads(line)
             checks = tuple(Check(c["name"], float(c["value"]), c["limit"]) for c in data.pop("checks"))
-            for name in ("arms", "argv", "edges", *SUMS, *COUNTS):
-                data[name] = tuple(data[name])
+            for name in ("arms", "argv", "edges", "output_error", *SUMS, *COUNTS):
+                data[name] = tuple(data.get(name, ()))
             for name in ("case", "device", "document", "precision", "state_error", "traffic"):
                 if not isinstance(data.get(name, {}), dict):
                     raise ValueError(f"{name} is no mapping")

@@ -37,10 +37,12 @@ class Run:
     device: dict[str, Any]
     argv: tuple[str, ...]
     documents: list[Document] = field(default_factory=list)
+    source: str = "experiments/measure/drift.py"
+    """What runs the arms."""
     started_utc: str = field(default_factory=now_utc)
 
     def __post_init__(self) -> None:
-        self.sources = sources_from([ROOT / "experiments/measure/drift.py"], str(self.device["name"]))
+        self.sources = sources_from([ROOT / self.source], str(self.device["name"]))
         self.hash = hash_of(self.sources)
 
     @property
@@ -62,12 +64,12 @@ class Run:
     def keys(self) -> set[tuple[str, str, str, str, str, int]]:
         """Resume keys of the records that the run will make."""
         return {
-            self._record(arm, number, "error", "not run").key for arm in self.arms for number in range(self.case.count)
+            self.record(arm, number, "error", "not run").key for arm in self.arms for number in range(self.case.count)
         }
 
     def failures(self, status: str, message: str) -> list[DriftRecord]:
         """The same failure of every arm over every document."""
-        return [self._record(arm, number, status, message) for number in range(self.case.count) for arm in self.arms]
+        return [self.record(arm, number, status, message) for number in range(self.case.count) for arm in self.arms]
 
     def records(self, drift: Drift, edges: list[int], noise: float, prompt_nats: float) -> list[DriftRecord]:
         """One an arm and document; those that failed a check hold no numbers."""
@@ -114,11 +116,12 @@ class Run:
                         "state_error": state_error(drift.snapshots, place, number),
                     }
                 status = "incorrect" if failed else "ok"
-                made.append(self._record(arm, number, status, "; ".join(failed), **measured))
+                made.append(self.record(arm, number, status, "; ".join(failed), **measured))
         return made
 
-    def _record(self, arm: PrecisionArm, number: int, status: str, message: str, **measured: Any) -> DriftRecord:
-        document: dict[str, Any] = {"number": number}
+    def record(self, arm: PrecisionArm, number: int, status: str, message: str, **measured: Any) -> DriftRecord:
+        """The record of an arm over a document; ``measured`` holds the fields that only a run knows."""
+        document: dict[str, Any] = {"number": number}  # of a layer there is nothing else to tell
         if self.documents:
             document |= {"title": self.documents[number].title, "sha256": self.documents[number].sha256}
         return DriftRecord(
