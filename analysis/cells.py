@@ -28,6 +28,12 @@ CASE += ["phase", "threads", "timing", "arms"]
 MODELS_CASE = ["weights", "context", "blocks"]
 """More such columns where whole models were run."""
 
+WINDOW_CASE = ["window", "accepted"]
+"""More such columns where windows of speculative decoding were verified."""
+
+BASELINES = ("stored", "snapshots")
+"""Kinds of arms that others are compared with."""
+
 LOUD_AA = 0.25
 """A/A noise above which no comparison of a cell is trusted: the machine did other work while it ran."""
 
@@ -46,14 +52,15 @@ def cells(records: Iterable[Record]) -> list[Cell]:
 
 def strongest(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that measured the same with another timing or another set of arms, the one with most rounds and arms."""
-    same = [c for c in [*CASE, *MODELS_CASE, "arm"] if c not in ("timing", "arms") and c in frame.columns]
+    same = [c for c in [*CASE, *MODELS_CASE, *WINDOW_CASE, "arm"] if c not in ("timing", "arms") and c in frame.columns]
     ranked = frame.sort_values(["rounds", "arms"], ascending=False, kind="stable")
     return ranked.drop_duplicates(same).sort_index()
 
 
 def stored_tuned(arms: dict[str, Record], state: str) -> Record | None:
-    """The fastest stored arm of one group at a state format: the baseline of every verdict."""
-    stored = [r for r in arms.values() if describe(r)["kind"] == "stored" and describe(r)["state"] == state]
+    """The fastest stored arm of one group at a state format, with a window the fastest that keeps snapshots: the
+    baseline of every verdict."""
+    stored = [r for r in arms.values() if describe(r)["kind"] in BASELINES and describe(r)["state"] == state]
     return min(stored, key=lambda r: (median_step_ns(r), r.arm), default=None)
 
 

@@ -23,7 +23,8 @@ from analysis.stats import median_step_ns
 from experiments.measure.drift_record import DriftRecord, is_drift
 from experiments.measure.record import Record, read_lines
 
-EXPERIMENTS = ("kernel", "decode")
+EXPERIMENTS = ("kernel", "window", "decode")
+"""Of which records become tables; ``window`` is the kernel experiment with windows of speculative decoding."""
 
 
 Pair = tuple[Record, str]
@@ -104,6 +105,8 @@ def describe(record: Record) -> dict[str, Any]:
         "batch_size": value(record, "batch_size"),
         "interval_length": value(record, "interval_length"),
         "threads": value(record, "threads"),
+        "window": value(record, "window"),
+        "accepted": value(record, "accepted"),
     }
     return (
         {"experiment": record.experiment, "arm": record.arm, "kind": record.arm.split("/")[0]}

@@ -16,6 +16,7 @@ from analysis.tables import shown_columns, text
 ALWAYS = ("kernel_speedups", "roofs")
 TABLES = (
     ("Speedups of kernels", "kernel_speedups"),
+    ("Windows of speculative decoding", "window_speedups"),
     ("Speedups of whole models", "decode_speedups"),
     ("Whole models from their first blocks", "decode_depths"),
     ("Replay against each other arm", "kernel_pairs"),

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from analysis.cells import (
+    BASELINES,
     CASE,
     LOUD_AA,
+    WINDOW_CASE,
     Cell,
     aa_noise,
     bounds,
@@ -23,11 +25,13 @@ from analysis.cells import (
 )
 from analysis.gates import number
 from analysis.load import Evidence, describe, like_for_like, moved_bytes
-from analysis.stats import AMBIGUOUS, FASTER, bootstrap, paired_log_speedup, verdict
+from analysis.stats import AMBIGUOUS, FASTER, bootstrap, median_step_ns, paired_log_speedup, verdict
 from experiments.measure.record import Record
 
 COLUMNS = [*CASE, "arm", "kind", "baseline", "step_us", "baseline_us", "speedup", "low", "high", "verdict"]
 COLUMNS += ["like_for_like", "aa_noise", "ideal_bytes", "ideal_roof", "processes", "rounds", "interval_over", "remarks"]
+WINDOW_COLUMNS = [*COLUMNS[: len(CASE)], *WINDOW_CASE, *COLUMNS[len(CASE) :]]
+WINDOW_COLUMNS.insert(WINDOW_COLUMNS.index("aa_noise"), "roof_share")
 
 
 def speedup_rows(cell: Cell, evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:
@@ -54,6 +58,8 @@ def _speedup_row(
 ) -> dict[str, Any]:
     records = [arms[arm] for arms in cell.values() if arm in arms]
     row = case_columns(records[0], labels) | {"step_us": median_us(records), "remarks": joined_remarks(records)}
+    floors = [floor / median_step_ns(r) for r in records if (floor := _floor(r))]
+    row["roof_share"] = round(float(np.mean(floors)), 4) if floors else None
     if not pairs:
         return row | {"verdict": AMBIGUOUS, "remarks": join(row["remarks"], "no stored arm at this state format")}
     interval = bootstrap(
@@ -90,7 +96,7 @@ def _missing_baselines(cell: Cell, evidence: Evidence) -> list[str]:
     missing = set()
     for group, arms in cell.items():
         unsupported = {r.arm for r in evidence.failures if r.group == group and r.status == "unsupported"}
-        meant = {a for a in next(iter(arms.values())).arms if a.startswith("stored/")}
+        meant = {a for a in next(iter(arms.values())).arms if a.split("/")[0] in BASELINES}
         missing |= meant - set(arms) - unsupported
     return sorted(missing)
 

@@ -11,13 +11,14 @@ import pandas as pd
 from analysis import decode, depths, drift, pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
-from analysis.load import Evidence, one_line
+from analysis.load import EXPERIMENTS, Evidence, one_line
 from experiments.measure.record import Record
 
-NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "decode_speedups", "decode_depths")
-NAMES += (*drift.COLUMNS, "failures", "exclusions", "devices")
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "decode_speedups")
+NAMES += ("decode_depths", *drift.COLUMNS, "failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
-WHOLE += ("documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds", "bytes", "runs")
+WHOLE += ("window", "accepted", "documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds")
+WHOLE += ("bytes", "runs")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -33,6 +34,9 @@ NOTES = {
     "and one that computes them are not like for like; of ours, replay/triton-gates computes them.",
     "kernel_phases": "All rows at one ring length, no commit, on states that are those of no model; whole cycles, "
     "which the speedups rest on, are timed apart.",
+    "window_speedups": "Steps of speculative decoding: a window of tokens verified, some of them committed, the commit "
+    "included. Baseline is the fastest arm that keeps a state behind every token of the window. Roof share is the time "
+    "that the bytes of state and ring take at the bandwidths of the same run over the measured time.",
     "devices": "Runs are cases in a process; their seconds hold compilation, checks, warm-up and rounds, not the start "
     "of the process.",
     "decode_speedups": "A step is the difference of two generations of whole models, over the tokens by which they "
@@ -67,8 +71,8 @@ NOTES = {
 def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     """Every table by name. Empty tables keep their columns."""
     labels = device_labels(evidence)
-    found, models = (
-        cells(r for r in evidence.records if r.experiment == experiment) for experiment in ("kernel", "decode")
+    found, windows, models = (
+        cells(r for r in evidence.records if r.experiment == experiment) for experiment in EXPERIMENTS
     )
     failures = [
         case_columns(r, labels) | {"status": r.status, "message": one_line(r.message)} for r in evidence.failures
@@ -77,6 +81,10 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "kernel_speedups": ([r for c in found for r in speedups.speedup_rows(c, evidence, labels)], speedups.COLUMNS),
         "kernel_pairs": ([r for c in found for r in pairs.pair_rows(c, labels)], pairs.COLUMNS),
         "kernel_phases": ([r for c in found for r in phases.phase_rows(c, labels)], phases.COLUMNS),
+        "window_speedups": (
+            [r for c in windows for r in speedups.speedup_rows(c, evidence, labels)],
+            speedups.WINDOW_COLUMNS,
+        ),
         "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),
         "decode_depths": (depths.depth_rows(models, labels), depths.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),

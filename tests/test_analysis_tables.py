@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from records import ARMS, READ, RMW, case, group, traffic, write
+from records import ARMS, COPIES, READ, RMW, case, group, traffic, write
 
 from analysis import tables
 from analysis.cells import strongest
@@ -164,3 +164,30 @@ def test_tables_are_written_as_csv_and_markdown(tmp_path):
 
 def test_markdown_escapes_a_bar():
     assert "a\\|b" in tables.markdown("x", pd.DataFrame({"c": ["a|b"]}))
+
+
+def windows(steps: int, **changes):
+    of = case(experiment="window", window=4, accepted=3, **changes)
+    arms, more = {"snapshots/triton": 1.0, "verify/triton": 0.25}, {"layer_steps_per_sample": steps * COPIES}
+    return [
+        group(of, arms=arms, aa_arm="snapshots/triton", replicate=r, seed=r, experiment="window", **more)
+        for r in range(3)
+    ]
+
+
+def test_windows_are_compared_with_snapshots_in_a_table_of_their_own(tmp_path):
+    """L = 16, window 4, 3 accepted: steps at 3, 6, 9, 12 and 15 tokens, the last of which flushes."""
+    found = built(tmp_path, *windows(5), *processes())
+    verify = row(found["window_speedups"], "verify/triton")
+    assert (verify["baseline"], verify["verdict"]) == ("snapshots/triton", "FASTER")
+    assert (verify["window"], verify["accepted"]) == (4, 3)
+    assert verify["speedup"] == pytest.approx(4, rel=0.01)
+    assert verify["roof_share"] > 0
+    assert set(found["kernel_speedups"]["kind"]) == {"stored", "replay"}
+    assert len(found["exclusions"]) == 0
+
+
+def test_windows_of_another_cycle_are_refused(tmp_path):
+    found = built(tmp_path, *windows(16))
+    assert len(found["window_speedups"]) == 0
+    assert set(found["exclusions"]["gate"]) == {"whole cycles"}
