@@ -13,6 +13,7 @@ from replayssm.engine.arms import new_cache
 from replayssm.engine.sampling import Sampler, Sampling
 from replayssm.engine.step import Step
 from replayssm.models import Decoder, ModelError
+from replayssm.models.prompt import common_beginning
 from replayssm.precision import Precision
 
 
@@ -51,8 +52,8 @@ class Engine:
     """Decodes up to ``slots`` requests at a time, each of up to ``capacity`` tokens, prompt included.
 
     A slot whose request ends is given to the next one while the others go on. Prompts are read ``prompt_rows`` at a
-    time, ``chunk`` tokens of each. ``precision`` and ``rounding_seed`` are as in `new_cache`, as its errors are. Raises
-    `ModelError` on an arm that cannot run where the model is.
+    time, ``chunk`` tokens of each, what they begin with in common once. ``precision`` and ``rounding_seed`` are as in
+    `new_cache`, as its errors are. Raises `ModelError` on an arm that cannot run where the model is.
     """
 
     model: Decoder
@@ -98,6 +99,13 @@ class Engine:
             raise ModelError("another generate of this engine has not ended; accepted: one at a time")
         return self._generate(waiting)
 
+    def end(self, number: int) -> None:
+        """Give up the slot of a request that ``generate`` is making tokens of, as at a text that its caller waited for;
+        nothing more comes of it. One that is not running is left as it is."""
+        for slot in [slot for slot, row in self._rows.items() if row.number == number]:
+            del self._rows[slot]
+            self._live[slot] = -1
+
     def _generate(self, waiting: deque[tuple[int, Request]]) -> Iterator[Token]:
         try:
             while waiting or self._rows:
@@ -118,7 +126,8 @@ class Engine:
         tokens = torch.zeros(len(slots), max(lengths), dtype=torch.int64)
         for row, (_, request) in zip(tokens, taken, strict=True):
             row[: len(request.prompt)] = torch.tensor(request.prompt)
-        logits = self.model.prefill(tokens, self.cache, slots, lengths, chunk=self.chunk)
+        shared = min(common_beginning(tokens), min(lengths) - 1) if len(slots) > 1 else 0
+        logits = self.model.prefill(tokens, self.cache, slots, lengths, chunk=self.chunk, shared=shared)
         for slot, (number, request), length in zip(slots, taken, lengths, strict=True):
             self.sampler.start(slot, request.sampling)
             self._rows[slot] = _Row(number, request, length)

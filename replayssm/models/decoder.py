@@ -104,13 +104,15 @@ class Decoder(nn.Module):
         *,
         chunk: int = 512,
         every: bool = False,
+        shared: int = 0,
     ) -> Tensor:
         """Read prompts ``tokens [B,T]`` int64 into ``slots``, ``chunk`` tokens of all rows at a time.
 
         Row i is a new request of ``lengths[i]`` tokens, padded on the right; by default slots 0 to B - 1 and T tokens
         each. What the slots held is forgotten. Returns float32 logits behind each row's last token, ``[B,vocabulary]``,
-        or behind every token, ``[B,T,vocabulary]``, where padding means nothing. The chunk changes rounding only.
-        Raises `ModelError` on slots, lengths or tokens that are impossible.
+        or behind every token, ``[B,T,vocabulary]``, where padding means nothing. The first ``shared`` tokens, fewer
+        than any row has, are the same in all rows and are read once. Chunk and sharing change rounding only. Raises
+        `ModelError` on slots, lengths, tokens or a shared beginning that are impossible.
         """
         rows, total = tokens.shape
         slots = list(range(rows) if slots is None else slots)
@@ -126,10 +128,19 @@ class Decoder(nn.Module):
         tokens = tokens[:, : max(lengths)].to(self.embedding.device)
         if ((tokens < 0) | (tokens >= len(self.embedding))).any():
             raise ModelError(f"a token lies outside the vocabulary; accepted: 0 to {len(self.embedding) - 1}")
-        past = Prompt(cache, slots, lengths)
-        last, outputs = past.lengths - 1, []
+        if not 0 <= shared < min(lengths) or (tokens[:, :shared] != tokens[:1, :shared]).any():
+            raise ModelError(f"shared={shared} is impossible; accepted: fewer tokens than a row has, equal in all rows")
+        past, outputs = Prompt(cache, slots[:1], [shared]), []
+        for first in range(0, shared, chunk):
+            part = tokens[:1, first : min(first + chunk, shared)]
+            past.begin(first, part.shape[1])
+            hidden = self.hidden(part, past)
+            if every:
+                outputs.append(self.logits(hidden).expand(rows, -1, -1))
+        past.fork(slots, lengths)
+        last = past.lengths - 1
         final = torch.zeros(rows, self.embedding.shape[1], dtype=self.embedding.dtype, device=self.embedding.device)
-        for first in range(0, tokens.shape[1], chunk):
+        for first in range(shared, tokens.shape[1], chunk):
             part = tokens[:, first : first + chunk]
             past.begin(first, part.shape[1])
             hidden = self.hidden(part, past)

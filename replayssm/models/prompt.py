@@ -41,6 +41,16 @@ class Prompt:
         self.state = [state] * states.layers
         self.begin(0, 0)
 
+    def fork(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """From the only row, which lives in the first of ``slots``, one for each slot, of ``lengths`` tokens."""
+        end, rows, first, others = self.end, len(slots), slots[0], list(slots[1:])
+        for memory in (self.cache.keys, self.cache.values):
+            memory[:, others, :, :end] = memory[:, [first], :, :end]
+        self.conv = [conv.expand(rows, -1, -1) for conv in self.conv]
+        self.state = [state.expand(rows, -1, -1, -1) for state in self.state]
+        self.slots = list(slots)
+        self.lengths = torch.tensor(list(lengths), dtype=torch.int64, device=self.lengths.device)
+
     def begin(self, first: int, tokens: int) -> None:
         """Announce a chunk of ``tokens`` tokens, the first of them at position ``first``."""
         self.first, self.end = first, first + tokens
@@ -98,6 +108,12 @@ def advance(state: Tensor, inputs: Any, length: Tensor) -> tuple[Tensor, Tensor]
     k_rnorm = gdn.rnorm(k.to(state.dtype))
     o, d = gdn.verify(state, gdn.Ring(*(t[:, :, :0] for t in (k, k_rnorm, v, g))), nothing, inputs)
     return o, gdn.fold(state, gdn.Ring(k, k_rnorm, d.transpose(1, 2), g), length)
+
+
+def common_beginning(tokens: Tensor) -> int:
+    """How many tokens at the beginning are the same in all rows of ``tokens [B,T]``."""
+    differs = (tokens != tokens[:1]).any(0)
+    return int(differs.long().argmax()) if differs.any() else tokens.shape[1]
 
 
 def _tokens(inputs: Any, first: int, end: int) -> Any:
