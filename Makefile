@@ -15,11 +15,11 @@ help: ## list the targets
 	@sed -n 's/^# \(Options: .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 reproduce: ## run the main job on this machine: records, tables, figures, claims, report; repeating it skips what is done
-	@$(SETUP)
+	@$(SETUP) --extras eval
 	@$(BIN)/python -m experiments.reproduce
 
 test: ## run every test that needs no GPU
-	@$(SETUP) --extras dev
+	@$(SETUP) --extras dev eval
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU, compute-sanitizer's checks among them where a CUDA toolkit is found

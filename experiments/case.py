@@ -58,7 +58,7 @@ MAX_WINDOW = 16
 MODEL_FIELDS = (
     *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
     *("hidden_size", "num_blocks", "num_layers", "pattern", "full_attention_interval", "vocab_size"),
-    *("tie_word_embeddings", "max_position_embeddings", "vision_tower"),
+    *("tie_word_embeddings", "max_position_embeddings", "vision_tower", "path"),
 )
 SSM_FIELDS = ("heads", "groups", "head_dim", "state_dim", "conv_kernel", "activation", "gate_lower_bound")
 NOT_IN_HASH = ("replicates", "timeout_s")
@@ -171,7 +171,7 @@ def shared_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "phase": choice(config, "phase", PHASES),
         "precision": _precision(config),
         "device": choice(config, "device", DEVICES),
-        "threads": _threads(config),
+        "threads": threads_from_config(config),
         "seed": integer(config, "seed", 0, 2**63 - 1),
         "timing": _timing(config),
     }
@@ -348,7 +348,8 @@ def cores() -> int:
     return max(1, min(limits))
 
 
-def _threads(config: Mapping[str, Any]) -> int:
+def threads_from_config(config: Mapping[str, Any]) -> int:
+    """Threads of CPU arms, all cores for 0; 0 on a GPU."""
     asked = integer(config, "threads", 0, cores(), "0: all cores of this machine")
     if choice(config, "device", DEVICES) == "cuda":
         if asked:

@@ -1,6 +1,6 @@
 """Make ``.venv`` from Python 3.11 or newer and a package index; ``make reproduce`` and ``make test`` call it.
 
-    python3 scripts/environment.py                    what the main job needs
+    python3 scripts/environment.py --extras eval      what the main job needs
     python3 scripts/environment.py --extras dev       the tools of tests and linters as well
     python3 scripts/environment.py --environment gpu  the CUDA set, constraints/gpu.txt, whatever is found
     python3 scripts/environment.py --resolve-gpu      only ask the index whether the CUDA set resolves
@@ -39,6 +39,8 @@ STAMP = VENV / "replayssm-environment.json"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_ANSWERS_WITHIN_S = 3.0
 IMPORTED = "hydra, matplotlib.pyplot, numba, pandas, rich.progress, scipy.stats, torch"
+IMPORTED_WITH = {"eval": "lm_eval.evaluator, tokenizers"}
+"""Extra -> what its users import besides."""
 GPU_PYTHON = "3.12"
 GPU_SET_IS_FOR = f"Linux x86_64, Python {GPU_PYTHON}"
 GLIBC_MINOR = 28
@@ -92,7 +94,8 @@ def install(chosen: str, extras: list[str]) -> None:
     run([*pip, "install", "--no-compile", *index, *constraints, *project], "the installation failed")
     # Compiling only what is imported takes a quarter of the time of compiling every module of every package.
     compiling = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    run([str(python), "-c", f"import {IMPORTED}"], "the installed packages do not import", compiling)
+    imported = ", ".join([IMPORTED, *(IMPORTED_WITH[extra] for extra in extras if extra in IMPORTED_WITH)])
+    run([str(python), "-c", f"import {imported}"], "the installed packages do not import", compiling)
     STAMP.write_text(json.dumps({"fingerprint": fingerprint(chosen), "extras": extras}))
     print(f"environment: ready in {VENV}", flush=True)
 

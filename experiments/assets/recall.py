@@ -6,10 +6,10 @@
 
 Multi-query associative recall in the models' own vocabulary. A fact is the line `@ KEY VALUE`, a question the line
 `# KEY VALUE`, each four tokens with its newline; a model is scored on the VALUE of the questions, which it must have
-kept since the fact: no fact is asked for twice, so that no question tells another's answer. Everything between is
-training text. Facts stand in the first half of a row and questions in the second, so the distances spread from near 0
-to the whole length: with 2,048 tokens up to 128 intervals of 16. Keys and values are drawn from two disjoint lists of
-64 words; guessing a word seen in the row is right once in `pairs`.
+kept since the fact: no fact is asked for twice, so that no question tells another's answer. Everything between is text
+of one split. Facts stand in the first half of a row and questions in the second, so the distances spread from near 0 to
+the whole length: with 2,048 tokens up to 128 intervals of 16. Keys and values are drawn from two disjoint lists of 64
+words; guessing a word seen in the row is right once in `pairs`.
 """
 
 from dataclasses import dataclass
@@ -57,14 +57,14 @@ def words() -> tuple[np.ndarray, np.ndarray]:
 
 
 @cache
-def _filler() -> np.ndarray:
-    """The training split's tokens in one array, without the markers."""
-    text = np.concatenate(list(vocabulary.tokens("train").values()))
+def _filler(split: str) -> np.ndarray:
+    """A split's tokens in one array, without the markers."""
+    text = np.concatenate(list(vocabulary.tokens(split).values()))
     return text[~np.isin(text, vocabulary.encode(FACT + QUESTION))]
 
 
-def generate(seed: int, rows: int, length: int, pairs: int, queries: int) -> Recall:
-    """A batch of rows, the same for the same arguments.
+def generate(seed: int, rows: int, length: int, pairs: int, queries: int, split: str = "train") -> Recall:
+    """A batch of rows in the text of a split of the books, the same for the same arguments.
 
     `length` tokens a row (a multiple of 8), `pairs` facts of distinct keys (1 to 64), `queries` questions about as many
     of the facts. Raises ValueError, in one line, where they do not fit.
@@ -82,7 +82,8 @@ def generate(seed: int, rows: int, length: int, pairs: int, queries: int) -> Rec
     told_at = np.sort(random.random((rows, half)).argsort(1)[:, :pairs], 1)
     asked_at = np.sort(random.random((rows, half)).argsort(1)[:, :queries], 1) + half
 
-    text, starts = _filler(), random.integers(0, len(_filler()) - length, rows)
+    text = _filler(split)
+    starts = random.integers(0, len(text) - length, rows)
     lines = np.stack([text[start : start + length] for start in starts]).reshape(rows, -1, LINE)
     fact, question, newline = vocabulary.encode(f"{FACT}{QUESTION}\n")
     every = np.arange(rows)[:, None]

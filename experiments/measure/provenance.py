@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ def code() -> dict[str, Any]:
     return {"git_sha": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def packages() -> dict[str, str]:
+def packages(more: Iterable[str] = ()) -> dict[str, str]:
     """Versions of Python and of the packages that matter for a number, those installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -31,6 +31,7 @@ AROUND = {"decode": ("experiments/measure/session.py",)}
 """Experiment -> files that run inside a sample of every arm."""
 INSTALLED = {
     "replayssm/kernels/triton/": ("triton",),
+    "experiments/lm_eval_": ("lm-eval", "tokenizers"),
     "replayssm/peers/": ("triton",),
     "replayssm/peers/vllm.py": ("vllm", "regex"),
     "replayssm/peers/fla.py": ("fla-core", "flash-linear-attention"),
