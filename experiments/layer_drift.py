@@ -22,13 +22,12 @@ from typing import Any
 from experiments.app import run
 from experiments.case import (
     DEVICES,
-    TRACKERS,
-    _refuse_unwritable,
-    _threads,
+    check_run_options,
     interval_length_from_config,
     model_from_config,
+    threads_from_config,
 )
-from experiments.options import choice, flag, get, integer, only, refuse, text
+from experiments.options import choice, get, integer, only, refuse
 from experiments.pg19 import edges
 from experiments.pg19_case import DEFAULT_ARMS, DriftCase, arms_from_config, case_hash
 from replayssm.geometry import Geometry
@@ -59,16 +58,11 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
         interval_length=interval_length_from_config(config),
         inputs="fp32",
         device=choice(config, "device", DEVICES),
-        threads=_threads(config),
+        threads=threads_from_config(config),
         seed=integer(config, "seed", 0, 2**63 - 1),
     )
     layer_arms(config, case)
-    flag(config, "repeat")
-    only(config, ["name"], "tracker")
-    choice(config, "tracker.name", TRACKERS)
-    records = text(config, "records", "a folder")
-    if not flag(config, "dry_run"):
-        _refuse_unwritable(records)
+    check_run_options(config)
     return case
 
 

@@ -16,13 +16,12 @@ from typing import Any
 from experiments.case import (
     DEVICES,
     INPUT_FORMATS,
-    TRACKERS,
-    _refuse_unwritable,
-    _threads,
+    check_run_options,
     interval_length_from_config,
+    threads_from_config,
 )
 from experiments.decode_case import digest
-from experiments.options import choice, flag, get, integer, only, refuse, text
+from experiments.options import choice, get, integer, only, refuse, text
 from experiments.precisions import PrecisionArm, named
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,17 +85,12 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
         interval_length=interval_length_from_config(config),
         inputs=choice(config, "inputs", INPUT_FORMATS),
         device=choice(config, "device", DEVICES),
-        threads=_threads(config),
+        threads=threads_from_config(config),
         seed=integer(config, "seed", 0, 2**63 - 1),
     )
     arms_from_config(config, case)
     integer(config, "checkpoint_tokens", 1)
-    flag(config, "repeat")
-    only(config, ["name"], "tracker")
-    choice(config, "tracker.name", TRACKERS)
-    records = text(config, "records", "a folder")
-    if not flag(config, "dry_run"):
-        _refuse_unwritable(records)
+    check_run_options(config)
     return case
 
 
