@@ -1,10 +1,10 @@
 """Long-document drift: how far precisions of the state move a model's predictions, by position in a document.
 
     python -m experiments.pg19
-    python -m experiments.pg19 -m weights=tiny-qwen3.5,tiny-nemotron-h
-    python -m experiments.pg19 device=cuda weights=tiny-qwen3.5 count=8 tokens=131072 checkpoint_tokens=65536
+    python -m experiments.pg19 -m model=tiny_qwen3_5,tiny_nemotron_h
+    python -m experiments.pg19 device=cuda model=tiny_qwen3_5 count=8 tokens=131072 checkpoint_tokens=65536
     python -m experiments.pg19 'arms=[shared_nvfp4@1,shared_nvfp4@4,dual_fp32_nvfp4,raw_fp32_nvfp4]'
-    python -m experiments.pg19 weights=FOLDER documents=/data/pg19 inputs=bf16
+    python -m experiments.pg19 model.path=FOLDER documents=/data/pg19 inputs=bf16
 
 Documents are read token by token, forced on their own text, by all arms at once: rows of one batch, each with its own
 states and caches. The reference is the stored float32 recurrence; it runs twice (A/A), and replay with a float32 state

@@ -16,18 +16,19 @@ from typing import Any
 from experiments.case import (
     DEVICES,
     INPUT_FORMATS,
+    MODEL_FIELDS,
     check_run_options,
     interval_length_from_config,
     threads_from_config,
 )
 from experiments.decode_case import digest
-from experiments.options import choice, get, integer, only, refuse, text
+from experiments.options import ConfigError, choice, get, integer, only, refuse, text
 from experiments.precisions import PrecisionArm, named
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
-    *("experiment", "weights", "documents", "count", "tokens", "interval_length", "inputs", "arms", "device"),
+    *("experiment", "model", "documents", "count", "tokens", "interval_length", "inputs", "arms", "device"),
     *("threads", "seed", "checkpoint_tokens", "tracker", "dry_run", "repeat", "records"),
 )
 REFERENCE, CONTROL = "shared_fp32@1", "shared_fp32"
@@ -95,13 +96,15 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
 
 
 def weights_folder(config: Mapping[str, Any]) -> Path:
-    """The folder of ``weights``, which may be the name of an embedded model."""
-    embedded = sorted(file.parent.name for file in MODELS.glob("*/config.json"))
-    told = f"a folder with config.json and safetensors, or one of {', '.join(embedded)}"
-    asked = text(config, "weights", told)
-    folder = next((path for path in (Path(asked), MODELS / asked) if path.is_dir()), None)
+    """The folder ``model.path``, from here or from the checkout."""
+    told = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
+    only(config, MODEL_FIELDS, "model")
+    if get(config, "model.path", told) is None:
+        raise ConfigError(f"model={get(config, 'model.name', 'a name')} ships no weights; accepted: model.path={told}")
+    asked = text(config, "model.path", told)
+    folder = next((path for path in (Path(asked), ROOT / asked) if path.is_dir()), None)
     if folder is None:
-        raise refuse("weights", asked, told, "is no folder")
+        raise refuse("model.path", asked, told, "is no folder")
     return folder.resolve()
 
 
@@ -135,10 +138,9 @@ def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[Precis
 
 
 def _family(folder: Path) -> str:
-    from experiments.options import ConfigError
     from replayssm.models import ModelError, config_from_folder, empty_model
 
     try:
         return empty_model(config_from_folder(folder), device="meta").geometry.family
     except ModelError as error:
-        raise ConfigError(f"weights={folder}: {error}") from None
+        raise ConfigError(f"model.path={folder}: {error}") from None

@@ -129,11 +129,13 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
 
 def read_documents(folder: Path, console: Console, repeat: bool) -> int:
     """The drift experiment with each embedded model, all at once, since nothing is timed; returns how many failed."""
-    models = sorted(path.parent.name for path in WHOLE_MODELS.glob("*/config.json"))
-    console.print(f"precisions over a document: {', '.join(models)}; about a minute")
+    models = sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json"))
+    console.print(f"precisions over a document: {', '.join(model.name for model in models)}; about a minute")
     options = ("threads=1", f"records={folder}", f"repeat={str(repeat).lower()}")
     command = (sys.executable, "-m", "experiments.pg19", *options)
-    running = [subprocess.Popen((*command, f"weights={model}"), cwd=ROOT, stdout=subprocess.PIPE) for model in models]
+    running = [
+        subprocess.Popen((*command, f"model.path={model}"), cwd=ROOT, stdout=subprocess.PIPE) for model in models
+    ]
     try:
         for process in running:
             console.print(process.communicate()[0].decode().rstrip(), soft_wrap=True, highlight=False)

@@ -243,24 +243,25 @@ def documents_text(title: str) -> str:
 def test_other_weights_of_the_same_shapes_are_another_case(tmp_path: Path) -> None:
     folder = tmp_path / "tiny-qwen3.5"
     shutil.copytree(MODELS / "tiny-qwen3.5", folder)
-    same = case_from_config(config(f"weights={folder}"))
+    same = case_from_config(config(f"model.path={folder}"))
     assert case_hash(same) == case_hash(case_from_config(config()))
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    assert case_hash(case_from_config(config(f"weights={folder}"))) != case_hash(same)
+    assert case_hash(case_from_config(config(f"model.path={folder}"))) != case_hash(same)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["weights=nowhere"], r"weights=nowhere is no folder; accepted: .*tiny-nemotron-h, tiny-qwen3.5"),
+        (["model.path=nowhere"], r"model.path=nowhere is no folder; accepted: a Hugging Face folder with .*"),
+        (["model=qwen3_5_4b"], r"model=qwen3_5_4b ships no weights; accepted: model.path=a Hugging Face folder .*"),
         (["arms=[nvfp4]"], r"arms=nvfp4 has no such precision; accepted: dual_.*"),
         (["arms=[shared_fp32]"], r"arms=shared_fp32 is repeated; accepted: each arm once; .*"),
         (["arms=[]"], r"arms=\[\] is impossible; accepted: default, or a list of precisions .*"),
-        (["weights=tiny-nemotron-h", "arms=[raw_fp32_nvfp4]"], r"arms=raw_fp32_nvfp4 is for GDN and KDA, not for .*"),
+        (["model=tiny_nemotron_h", "arms=[raw_fp32_nvfp4]"], r"arms=raw_fp32_nvfp4 is for GDN and KDA, not for .*"),
         (["tokens=8"], r"tokens=8 is impossible; accepted: an integer from 16 to 1048576"),
         (["checkpoint_tokens=0"], r"checkpoint_tokens=0 is impossible; accepted: an integer of at least 1"),
         (["device=cuda", "threads=1"], r"threads=1 is impossible; accepted: 0 with device=cuda.*"),
