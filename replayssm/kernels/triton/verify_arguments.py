@@ -12,7 +12,8 @@ from replayssm.cache import CacheLayer
 from replayssm.kernels.triton.arguments import INPUTS, STATES, WIDE, check, check_parameter, check_place, check_slots
 from replayssm.kernels.triton.gates import Gates
 from replayssm.kernels.triton.verify_launch import MAX_WINDOW
-from replayssm.recurrence import gdn, mamba2
+from replayssm.recurrence.gdn import Inputs as DeltaInputs
+from replayssm.recurrence.mamba2 import Inputs as Mamba2Inputs
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def check_counts(name: str, counts: Tensor | None, rows: int, device: torch.devi
 
 
 def check_mamba2(
-    out: Tensor, state: Tensor, inputs: mamba2.Inputs, slots: Tensor, gates: Gates | None
+    out: Tensor, state: Tensor, inputs: Mamba2Inputs, slots: Tensor, gates: Gates | None
 ) -> dict[str, Any]:
     """Strides of all axes but the last, of dt ``[B,T,H]`` all, by name; ``state [...,H,P,N]``."""
     H, P, N = state.shape[-3:]
@@ -87,7 +88,7 @@ def check_mamba2(
 
 
 def check_delta(
-    family: str, out: Tensor, state: Tensor, inputs: gdn.Inputs, slots: Tensor, gates: Gates | None
+    family: str, out: Tensor, state: Tensor, inputs: DeltaInputs, slots: Tensor, gates: Gates | None
 ) -> dict[str, Any]:
     """As `check_mamba2`, for GDN and KDA; of GDN's g all strides."""
     H, V, K = state.shape[-3:]
