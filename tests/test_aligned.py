@@ -18,7 +18,7 @@ from replayssm.engine.aligned import AlignedArms
 from replayssm.formats import Rounding
 from replayssm.geometry import Geometry
 from replayssm.kernels.torch import replay_step
-from replayssm.models import Decoder, config_from_geometry, random_model
+from replayssm.models import Decoder, config_from_geometry, empty_model, random_model
 from replayssm.precision import Precision
 from replayssm.recurrence import FAMILIES
 
@@ -177,3 +177,27 @@ def test_graphs_change_nothing(model: Decoder, tmp_path: Path, monkeypatch: pyte
         assert relative(getattr(second, name).float(), getattr(whole, name).float()) < 1e-3
     assert second.position == 40
     assert torch.equal(second.states.flushes(2), whole.states.flushes(2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_asks_the_host_for_nothing(family: str) -> None:
+    """Tensors without memory have no values to look at: whatever reads one on the host, or brings one from there, as a
+    CUDA graph may not, raises."""
+    shape = Geometry(family, 2, 2 if family == "kda" else 1, 20, 24)
+    arms = [arm for arm in ARMS if arm[0].fold == "d" or family != "mamba2"]
+    aligned = AlignedArms(shape, arms, layers=1, rows=ROWS, seed=SEED, device="meta")
+    out = torch.empty(aligned.slots, shape.heads, shape.head_dim, device="meta")
+    slots = torch.arange(aligned.slots, device="meta")
+    for token in make_inputs(shape, ROWS, aligned.period + 1, dtype=torch.float32, seed=3):
+        every = repeated(token, len(arms))
+        aligned.step(0, out, type(every)(*(None if t is None else t.to("meta") for t in every)), slots)
+        aligned.commit(slots)
+    with pytest.raises(RuntimeError, match="meta"):
+        out.sum().item()
+
+
+def test_a_models_step_asks_the_host_for_nothing(model: Decoder) -> None:
+    made = drift(empty_model(model.config, torch.float32, "meta"), "shared_nvfp4", "dual_fp16_sr_nvfp4", "ring_fp8")
+    with torch.no_grad():
+        for _ in range(made.states.period + 1):
+            made._step(40)
