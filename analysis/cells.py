@@ -16,6 +16,7 @@ import pandas as pd
 from analysis.gates import remarks
 from analysis.load import Evidence, describe
 from analysis.stats import MIN_ROUNDS, Interval, aa_log_ratio, bootstrap, median_step_ns, too_few
+from experiments.measure.accuracy_record import AccuracyRecord
 from experiments.measure.record import Record
 
 Cell = dict[str, dict[str, Record]]
@@ -79,7 +80,7 @@ def weaknesses(processes: int, rounds: int, noise: float) -> list[str]:
     return found + ([f"A/A noise of {100 * noise:.0f} %"] if noise > LOUD_AA else [])
 
 
-def device_label(record: Record) -> str:
+def device_label(record: Record | AccuracyRecord) -> str:
     """A CPU by its number of cores, any other device by its name."""
     cores = record.device.get("cores")
     return f"{cores}-core CPU" if record.device.get("kind") == "cpu" and cores else str(record.device.get("name"))
@@ -88,7 +89,7 @@ def device_label(record: Record) -> str:
 def device_labels(evidence: Evidence) -> dict[str, str]:
     """Name in a record -> name in a table: CPUs by their number of cores, told apart by a letter if need be."""
     plain: dict[str, list[str]] = defaultdict(list)
-    for r in [*evidence.records, *evidence.failures, *evidence.drift]:
+    for r in [*evidence.records, *evidence.failures, *evidence.drift, *evidence.accuracy]:
         name, label = str(r.device.get("name")), device_label(r)
         if name not in plain[label]:
             plain[label].append(name)

@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from analysis import drift_figures, gpu_figures, published, style
+from analysis import accuracy_figures, drift_figures, gpu_figures, published, style
 from analysis.bearing import PAPER_CARDS
 from analysis.cells import strongest, weaknesses
 
 NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", "decode_by_batch", *gpu_figures.NAMES)
-NAMES += drift_figures.NAMES
+NAMES += (*drift_figures.NAMES, *accuracy_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
 DODGE = 0.22
@@ -54,6 +54,7 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
             drawn.append("decode_by_batch")
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
         drawn += drift_figures.draw(tables, paper, folder)
+        drawn += accuracy_figures.draw(tables["accuracy"], tables["accuracy_by_distance"], paper, folder)
     return drawn
 
 

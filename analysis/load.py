@@ -20,6 +20,7 @@ from analysis import drift_load
 from analysis.exclusion import Exclusion, one_line
 from analysis.gates import case_faults, group_faults, is_count, number, record_faults, remarks, timing_faults, value
 from analysis.stats import median_step_ns
+from experiments.measure.accuracy_record import AccuracyRecord, is_accuracy
 from experiments.measure.drift_record import DriftRecord, is_drift
 from experiments.measure.record import Record, read_lines
 
@@ -51,6 +52,8 @@ class Evidence:
     drift: list[DriftRecord] = field(default_factory=list)
     failures: list[Record] = field(default_factory=list)
     exclusions: list[Exclusion] = field(default_factory=list)
+    accuracy: list[AccuracyRecord] = field(default_factory=list)
+    """Of whatever status; `analysis.accuracy` chooses."""
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -62,7 +65,7 @@ def load(folders: Sequence[Path]) -> Evidence:
     """All ``*.jsonl`` and ``*.jsonl.gz`` files of the folders, at any depth; a folder that is not there has none."""
     evidence = Evidence()
     groups: dict[str, dict[str, Pair]] = defaultdict(dict)
-    for record, where in _parsed(folders, evidence.exclusions):
+    for record, where in _parsed(folders, evidence):
         known = groups[record.group].get(record.to_json())
         if known is None or where < known[1]:  # the same line in two files counts once
             groups[record.group][record.to_json()] = (record, where)
@@ -149,18 +152,20 @@ def _measured(record: Record) -> dict[str, Any]:
     }
 
 
-def _parsed(folders: Iterable[Path], exclusions: list[Exclusion]) -> Iterable[Pair]:
+def _parsed(folders: Iterable[Path], evidence: Evidence) -> Iterable[Pair]:
+    """Records of the timing experiments; those of accuracy go to the evidence."""
     for folder in folders:
         for path, index, line in read_lines(folder):
             where = f"{path.relative_to(folder).as_posix()}:{index}"
             try:
                 if line is None:
                     raise ValueError("torn tail: the last line has no end")
-                if is_drift(line):
-                    continue
-                yield Record.from_json(line), where
+                if is_accuracy(line):
+                    evidence.accuracy.append(AccuracyRecord.from_json(line))
+                elif not is_drift(line):
+                    yield Record.from_json(line), where
             except ValueError as error:
-                exclusions.append(Exclusion("line", one_line(error), "", "", where))
+                evidence.exclusions.append(Exclusion("line", one_line(error), "", "", where))
 
 
 def _exclude(evidence: Evidence, group: Sequence[Pair], faults: Sequence[tuple[str, str]]) -> None:

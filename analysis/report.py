@@ -20,6 +20,8 @@ TABLES = (
     ("Speedups of whole models", "decode_speedups"),
     ("Whole models from their first blocks", "decode_depths"),
     ("Replay against each other arm", "kernel_pairs"),
+    ("Accuracy", "accuracy"),
+    ("Accuracy by distance", "accuracy_by_distance"),
     ("Roofs", "roofs"),
     ("Time by ring length", "kernel_phases"),
     ("Precisions over documents", "drift_kl"),
@@ -41,6 +43,10 @@ CAPTIONS = {
     "another engine. Hollow points prove nothing, as above.",
     "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
     "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
+    "accuracy_by_arm": "Items right by what the recurrent states are held in, 95 % intervals over passages. damaged "
+    "forgets its states at the end of the prompt: a task that it does not lose proves nothing about states.",
+    "accuracy_by_distance": "Facts recalled by the number of intervals since they were told; 95 % intervals over "
+    "passages. Every token between was decoded, so that a state was folded and rounded once an interval.",
     "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
     "flushes. Stored steps do not depend on it.",
     "kl_by_position": "KL divergence of an arm's next-token distribution from that of the stored float32 state, by "

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import accuracy_rules
 from analysis.bearing import (
     PAPER_CARDS,
     PAPER_STATE,
@@ -302,6 +303,23 @@ def _interval(row: Any, estimate: float, low: float | None, high: float | None) 
     return f"{estimate:.3g}{known}"
 
 
+def small_loss(question: Question) -> Finding:
+    """Arms with a read copy against float32 on the same items."""
+    return _accuracy(question, *accuracy_rules.small_loss(question))
+
+
+def visible_loss(question: Question) -> Finding:
+    """An arm that loses, and by how much. Never a no: another model or task may well keep what this one loses."""
+    return _accuracy(question, *accuracy_rules.visible_loss(question))
+
+
+def _accuracy(question: Question, ours: str, rows: list[Any], answers: list[str]) -> Finding:
+    if not rows:
+        return not_run(question)
+    verdict = SUPPORTED if set(answers) == {YES} else AGAINST if set(answers) == {NO} else UNCLEAR
+    return Finding(ours, verdict, accuracy_rules.what_differed(rows), "")
+
+
 def not_run(question: Question) -> Finding:
     """No record bears on the claim: says what is missing, or what a run would need."""
     missing = question.parameters.get("missing")
@@ -330,6 +348,8 @@ RULES: dict[str, Callable[[Question], Finding]] = {
     "low_precision_reads": low_precision_reads,
     "drift_ratio": drift_ratio,
     "drift_slope": drift_slope,
+    "small_loss": small_loss,
+    "visible_loss": visible_loss,
     "not_run": not_run,
     "outside": outside,
 }

@@ -8,17 +8,17 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import decode, depths, drift, pairs, phases, roofs, speedups
+from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speedups
 from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import EXPERIMENTS, Evidence, one_line
 from experiments.measure.record import Record
 
 NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "decode_speedups")
-NAMES += ("decode_depths", *drift.COLUMNS, "failures", "exclusions", "devices")
+NAMES += ("decode_depths", *drift.COLUMNS, "accuracy", "accuracy_by_distance", "failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
 WHOLE += ("window", "accepted", "documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds")
-WHOLE += ("bytes", "runs")
+WHOLE += ("bytes", "runs", "items", "passages", "lost", "gained", "from_interval", "to_interval")
 FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -62,6 +62,12 @@ NOTES = {
     "over the second half of the positions, and relative errors of the copies at the last position recorded.",
     "layer_ratios": "Errors of an arm of one layer over those of another over the same inputs: outputs, update copies.",
     "drift_heads": "Relative errors of the states at the last position recorded, by layer and head.",
+    "accuracy": "Every arm against shared_fp32 on the same items; accuracies in percent, differences in points, 95 % "
+    "intervals by bootstrap over passages. McNemar's p is exact, over items that changed. damaged forgets its states "
+    "at the end of the prompt: where it does not lose, the task proves nothing about states, and no arm gets a "
+    "verdict. A verdict counts three more lost items than were seen.",
+    "accuracy_by_distance": "Items by the intervals of L tokens between a fact and the question about it; percent, "
+    "95 % intervals by bootstrap over passages.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "
     "above 1 the machine moved more than its bandwidth test.",
 }
@@ -88,6 +94,8 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),
         "decode_depths": (depths.depth_rows(models, labels), depths.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
+        "accuracy": (accuracy.rows(evidence.accuracy, labels), accuracy.COLUMNS),
+        "accuracy_by_distance": (accuracy.distance_rows(evidence.accuracy, labels), accuracy.BY_DISTANCE),
         "failures": (failures, FAILURE),
         "exclusions": ([vars(e) | {"meaning": GATES[e.gate]} for e in evidence.exclusions], EXCLUSION),
         "devices": (_device_rows(evidence, labels), DEVICE),

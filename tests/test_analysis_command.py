@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import accuracies
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -37,7 +38,7 @@ def sweep():
 
 def everything():
     """What has every output."""
-    return [*sweep(), gpu_group(phased=True), decode_group(), drift_group()]
+    return [*sweep(), gpu_group(phased=True), decode_group(), drift_group(), accuracies.GRID]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,8 @@ def test_analysis_imports_neither_torch_nor_the_library():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert not {"torch", "replayssm", "hydra"} & set(loaded)
-    ours = ["experiments", "experiments.measure", "experiments.measure.drift_record", "experiments.measure.record"]
+    ours = ["experiments", "experiments.measure"]
+    ours += [f"experiments.measure.{name}" for name in ("accuracy_record", "drift_record", "record")]
     assert [m for m in loaded if m.split(".")[0] == "experiments"] == ours
 
 

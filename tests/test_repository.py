@@ -30,11 +30,11 @@ NEVER = {
 }
 """Folder -> modules that no file in it may import, their submodules included."""
 
-SCHEMAS = ("record", "record.*", "drift_record", "drift_record.*")
+SCHEMAS = ("record", "record.*", "drift_record.*", "accuracy_record.*")
 ONLY = {
     "analysis": (
         "experiments",
-        ("experiments.measure.record", "experiments.measure.record.*", "experiments.measure.drift_record.*"),
+        tuple(f"experiments.measure.{name}" for name in SCHEMAS),
     ),
     "replayssm/kernels/cpu": ("replayssm.recurrence", ("replayssm.recurrence.*.Inputs",)),
     "replayssm/kernels/triton": ("replayssm.recurrence", ("replayssm.recurrence.*.Inputs",)),
