@@ -2,10 +2,10 @@
 
     make reproduce          (or: python -m experiments.reproduce)
 
-Every replicate is a fresh process that runs all pending cases; then the embedded models read a book at several
-precisions, a core each. What is recorded before is skipped, so the job can be stopped and started again. Records go to
-results/local/records, everything made from them to results/local; neither is tracked by git. Evidence that is committed
-comes from the same cases with ``--records results/records``.
+Every replicate is a fresh process that runs all pending cases; then the embedded models read a book and answer
+questions at several precisions, a core each. What is recorded before is skipped, so the job can be stopped and started
+again. Records go to results/local/records, everything made from them to results/local; neither is tracked by git.
+Evidence that is committed comes from the same cases with ``--records results/records``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
 WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
 """Every folder in it is decoded with as well."""
 DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64", "batch_size=16")
+
+QUESTIONS = ("task=recall", "task.generator={items: 128, length: 1024, facts: 32, seed: 1}", "batch_size=28")
 
 
 def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
@@ -77,7 +79,9 @@ def main() -> int:
     try:
         with alone(folder, say=console.print):
             failures = measure(folder, console, arguments.repeat, arguments.budget_s)
-        failures += read_documents(folder, console, arguments.repeat)
+        given = (folder, console, arguments.repeat)
+        failures += with_each_model("precisions over a document", "experiments.pg19", *given)
+        failures += with_each_model("accuracy at several precisions", "experiments.accuracy", *given, *QUESTIONS)
     except KeyboardInterrupt:
         console.print("interrupted; nothing recorded is lost, the same command goes on from here")
         return 130
@@ -127,12 +131,12 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
     return failures
 
 
-def read_documents(folder: Path, console: Console, repeat: bool) -> int:
-    """The drift experiment with each embedded model, all at once, since nothing is timed; returns how many failed."""
+def with_each_model(title: str, module: str, folder: Path, console: Console, repeat: bool, *options: str) -> int:
+    """Run an experiment with each embedded model, all at once, since nothing is timed; returns how many failed."""
     models = sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json"))
-    console.print(f"precisions over a document: {', '.join(model.name for model in models)}; about a minute")
-    options = ("threads=1", f"records={folder}", f"repeat={str(repeat).lower()}")
-    command = (sys.executable, "-m", "experiments.pg19", *options)
+    console.print(f"{title}: {', '.join(model.name for model in models)}; about a minute")
+    given = ("threads=1", f"records={folder}", f"repeat={str(repeat).lower()}", *options)
+    command = (sys.executable, "-m", module, *given)
     running = [
         subprocess.Popen((*command, f"model.path={model}"), cwd=ROOT, stdout=subprocess.PIPE) for model in models
     ]
