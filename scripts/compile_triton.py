@@ -7,7 +7,8 @@
 The kernels' own entry points are called, with a stand-in for the driver that compiles and does not launch, so that what
 is compiled is what would run: argument types, alignment, the heuristic's launch for the batch, as on a device without a
 table of launches. The declared set is everything for sm_90, and one geometry a family, at the largest batch, for the
-other architectures; for all, steps that compute their gates, and what depends on no model: commit, cursors, bandwidth.
+other architectures; for all, steps that compute their gates or take a window of tokens, and what depends on no model:
+commits, cursors, bandwidth.
 Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack, where spilled registers
 go. Registers depend on the versions of Triton and of its assembler, which the table names; ``--check`` lists rows that
 differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which
@@ -43,6 +44,7 @@ from triton.runtime.jit import JITFunction
 
 from experiments.inputs import make_inputs
 from experiments.measure.gated import raw_inputs
+from experiments.measure.window_layers import stacked
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES, Rounding
 from replayssm.geometry import Geometry
@@ -50,6 +52,9 @@ from replayssm.kernels.triton import bandwidth
 from replayssm.kernels.triton.commit import commit
 from replayssm.kernels.triton.families import KERNELS
 from replayssm.kernels.triton.launch import Launch
+from replayssm.kernels.triton.verify_commit import commit_window
+from replayssm.kernels.triton.verify_families import VERIFY
+from replayssm.kernels.triton.verify_snapshots import snapshots_step
 from replayssm.peers.cursor import advance, advance_ring
 
 TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
@@ -77,6 +82,9 @@ FLUSHES = ("replay-stochastic", "replay-raw-fold")
 FLUSH_STACK_LIMIT_BYTES = 1024
 GATES = "replay-gates"
 """The replay step that computes its gates from raw inputs."""
+WINDOWS = ("verify", "snapshots")
+"""Steps of speculative decoding, with windows of WINDOW tokens, each with its default launch."""
+WINDOW = 4
 PLAIN = "any"
 """In the place of a model: kernels that depend on none, the commit, the cursors of other projects' replay, the
 bandwidth kernels with the largest block.
@@ -180,18 +188,42 @@ def calls(case: Case) -> dict[str, Any]:
     if GATES in steps(case):
         token, gates = raw_inputs(inputs)
         found[GATES] = lambda: kernels.replay_step(out, layer, token, slots, case.launch, gates=gates)
-    return found
+    return found | (window_calls(case) if WINDOWS[0] in steps(case) else {})
+
+
+def window_calls(case: Case) -> dict[str, Any]:
+    """As `calls`, for steps that take a window."""
+    geometry, rows = MODELS[case.model], case.batch_size
+    windowed = ReplayCache(
+        geometry,
+        slots=1,
+        interval_length=case.interval_length,
+        window=WINDOW,
+        state_dtype=DTYPES[case.state],
+        device=DEVICE,
+    ).layer(0)
+    inputs = stacked(make_inputs(geometry, rows, WINDOW, dtype=torch.bfloat16, seed=0, device=DEVICE))
+    out = torch.empty(rows, WINDOW, geometry.heads, geometry.head_dim, dtype=torch.bfloat16, device=DEVICE)
+    states = windowed.state[:, None].expand(-1, WINDOW, -1, -1, -1).contiguous()
+    slots = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+    accepted = torch.empty(rows, dtype=torch.int32, device=DEVICE)
+    verify, snapshots = WINDOWS
+    return {
+        verify: lambda: VERIFY[geometry.family](out, windowed, inputs, slots),
+        snapshots: lambda: snapshots_step(geometry.family, out, states, inputs, slots, accepted),
+    }
 
 
 def plain_calls(case: Case) -> dict[str, Any]:
     """As `calls`, for what depends on no model."""
     rows = case.batch_size
     slots, flushes = (torch.empty(rows, dtype=torch.int64, device=DEVICE) for _ in range(2))
-    cursor, origin = (torch.empty(rows, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    cursor, origin, accepted = (torch.empty(rows, dtype=torch.int32, device=DEVICE) for _ in range(3))
     flush = torch.empty(rows, dtype=torch.int8, device=DEVICE)
     length, buffer = case.interval_length, torch.empty(1 << 20, device=DEVICE)
     found: dict[str, Any] = {
         "commit": lambda: commit(cursor, origin, slots, length, length - 1),
+        "commit-window": lambda: commit_window(cursor, origin, slots, accepted, length, WINDOW, length + WINDOW),
         "advance": lambda: advance(cursor, flush, flushes, slots, length),
         "advance_ring": lambda: advance_ring(cursor, origin, flushes, slots, length, length + 1),
     }
@@ -209,6 +241,8 @@ def steps(case: Case) -> tuple[str, ...]:
     if case.model == PLAIN:
         return tuple(plain_calls(case))
     found: tuple[str, ...] = ("stored", "replay")
+    if case.batch_size in (BATCH_SIZES[0], BATCH_SIZES[-1]):  # their launches have two classes
+        found += WINDOWS
     if case.batch_size != BATCH_SIZES[-1]:
         return found
     if case.state == "fp16":

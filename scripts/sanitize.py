@@ -36,14 +36,19 @@ def find() -> str | None:
 
 
 def step_everything(family: str) -> None:
-    """A whole cycle of the family's steps, in each state format and class of launch."""
+    """A whole cycle of the family's steps, one token at a time and in windows, in each state format and class of
+    launch."""
     import torch
 
     from experiments.inputs import make_inputs
+    from experiments.measure.window_layers import stacked
     from replayssm.cache import ReplayCache
     from replayssm.formats import DTYPES
     from replayssm.geometry import Geometry
     from replayssm.kernels.triton.families import KERNELS
+    from replayssm.kernels.triton.verify_commit import commit_window
+    from replayssm.kernels.triton.verify_families import VERIFY
+    from replayssm.kernels.triton.verify_snapshots import snapshots_step
 
     kernels = KERNELS[family]
     geometry = Geometry(family, 32, 32 if family == "kda" else 16, 24, 40)
@@ -60,6 +65,20 @@ def step_everything(family: str) -> None:
                 kernels.replay_step(out, layer, token, slots)
                 cache.commit(batch)
             kernels.stored_step(out, layer.state, inputs[0], slots)
+
+            cache = ReplayCache(
+                geometry, slots=rows, interval_length=2 * LENGTH, window=LENGTH, state_dtype=dtype, device="cuda"
+            )
+            batch = cache.batch([None, *cache.allocate(rows - 1)])
+            layer, slots = cache.layer(0), cache.index(batch)
+            layer.cursor.copy_(torch.arange(rows) % LENGTH)
+            outs, window = out[:, None].repeat(1, LENGTH, 1, 1), stacked(inputs)
+            counts = (torch.arange(rows, device="cuda") % LENGTH + 1).int()
+            for lengths in (None, counts, None):
+                VERIFY[family](outs, layer, window, slots, lengths=lengths)
+                commit_window(layer.cursor, layer.origin, slots, counts, 2 * LENGTH, LENGTH, cache.capacity)
+            states = layer.state[:, None].repeat(1, LENGTH, 1, 1, 1)
+            snapshots_step(family, outs, states, window, slots, counts)
     torch.cuda.synchronize()
 
 

@@ -85,7 +85,7 @@ def test_the_declared_set_is_every_kernel_and_architecture() -> None:
         steps = [(case.model, step) for case in chosen for step in script.steps(case)]
         assert {model for model, step in steps if step == "replay-gates"} == set(script.ELSEWHERE)
         plain = {step for model, step in steps if model == script.PLAIN}
-        assert plain == {"commit", "advance", "advance_ring", "read", "scale", "copy"}
+        assert plain == {"commit", "commit-window", "advance", "advance_ring", "read", "scale", "copy"}
         assert {case.state for case in chosen} >= {"fp32", "fp16"}
     whole = {(c.model, c.state, c.batch_size) for c in cases if c.architecture == 90 and c.model != script.PLAIN}
     assert len(whole) == len(script.MODELS) * 3 * len(script.BATCH_SIZES)
