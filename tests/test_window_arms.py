@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import os
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM wants no GPU to be told so
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl
 
 from experiments.case import Precision, Timing, WindowCase, case_hash
 from experiments.measure import gates
@@ -18,6 +25,7 @@ from experiments.measure.layers import forget
 from experiments.measure.window_gates import WindowCheck
 from experiments.measure.worker import run_group
 from replayssm.geometry import Geometry
+from replayssm.peers import vllm, vllm_windows
 from replayssm.traffic import replay
 
 GPU = torch.cuda.is_available()
@@ -47,7 +55,7 @@ def case(
 
 
 def arm(name: str) -> Any:
-    return importlib.import_module(f"experiments.arms.{name.replace('/', '_')}")
+    return importlib.import_module(f"experiments.arms.{name.replace('/', '_').replace('-', '_')}")
 
 
 def judged(name: str, of: WindowCase) -> Any:
@@ -111,3 +119,29 @@ def test_a_group_becomes_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert case_from_dict(records[1].case) == of
     assert records[0].traffic["state_bytes_written"] == 3 * records[0].traffic["state_bytes_read"]
     assert case_hash(of) != case_hash(dataclasses.replace(of, accepted=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", [None, vllm.Launch(8, 1)])
+@pytest.mark.parametrize("family", SHAPES)
+def test_snapshots_of_vllm_pass_the_gates(
+    family: str, launch: vllm.Launch | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU interpreted, where it is installed."""
+    if reason := vllm_windows.unsupported(family):
+        pytest.skip(reason)
+    if not GPU:
+        monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        module = sys.modules[vllm_windows.KERNELS[family][0]]
+        if hasattr(module, "exp"):  # the interpreter finds it only as a function of Triton's language
+            monkeypatch.setattr(module, "exp", lambda x: tl.exp(x))
+    of = case(family, length=4, accepted=1, window=2)
+    layers = arm("snapshots/vllm-tuned")._layers(of, 2, launch)
+    assert not WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+
+
+def test_windows_of_vllm_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replayssm.peers.folder", lambda package: None)
+    for name in ("snapshots/vllm", "snapshots/vllm-tuned"):
+        assert arm(name).unsupported(case()).startswith("vLLM is not installed; smallest install: pip install")
+        assert arm(name).describe(case())["gates"] == "in the kernel"

@@ -105,17 +105,21 @@ class WindowLayers:
 
 
 class SnapshotsLayers(WindowLayers):
-    """Copies of a layer that keeps a state behind every token of a window: ``states [copies,B,T,H,P,N]``."""
+    """Copies of a layer that keeps a state behind every token of a window: ``states [copies,B,T,H,P,N]``. ``placed``
+    puts them where the step wants them.
+    """
 
     flushes_per_cycle = 0
     positions = 1
 
-    def __init__(self, case: WindowCase, copies: int, step: Step) -> None:
+    def __init__(
+        self, case: WindowCase, copies: int, step: Step, placed: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__(case, copies)
         start = initial_state(case, copies)
-        self.states = torch.zeros(
-            *start.shape[:2], case.window, *start.shape[2:], dtype=start.dtype, device=start.device
-        )
+        shape = (copies, case.batch_size, case.window, *start.shape[2:])
+        states = torch.zeros(shape, dtype=start.dtype, device=start.device)
+        self.states = placed(states) if placed else states
         self.states[:, :, case.accepted - 1] = start
         self._slots = torch.arange(case.batch_size, device=self.device)
         self._accepted = torch.full((case.batch_size,), case.accepted, dtype=torch.int32, device=self.device)
