@@ -176,7 +176,7 @@ def test_arm_hash_follows_a_change_in_an_imported_file(tmp_path: Path, monkeypat
     ("distribution", "arms"),
     [
         ("triton", {"stored/triton", "replay/triton", "stored/vllm", "replay/vllm", "stored/fla", "replay/flashinfer"}),
-        ("vllm", {"stored/vllm", "stored/vllm-tuned", "replay/vllm"}),
+        ("vllm", {"stored/vllm", "stored/vllm-tuned", "replay/vllm", "snapshots/vllm", "snapshots/vllm-tuned"}),
         ("fla-core", {"stored/fla"}),
         ("mamba-ssm", {"stored/mamba-ssm"}),
         ("flashinfer-python", {"stored/flashinfer", "replay/flashinfer"}),
