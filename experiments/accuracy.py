@@ -51,7 +51,7 @@ def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: boo
     from experiments.measure.journal import Journal
 
     known = {} if repeat else {record.key: record for record in recorded(folder)}
-    session = accuracy_run.Session(case, arms, ("experiments/accuracy.py", *sys.argv[1:]))
+    session = accuracy_run.Session(case, arms, ("experiments/accuracy.py", *sys.argv[1:]), folder)
     session.arms = tuple(arm for arm in arms if session.key(arm) not in known)
     journal, done, failed = Journal(folder, "accuracy"), [], False
     for arm in arms:
@@ -65,6 +65,7 @@ def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: boo
             print(f"  {line(record, done)}  [{time.monotonic() - started:.0f} s]", flush=True)
             failed |= record.status not in (*FINAL, "oom")
         done.append(record)
+    session.unfinished.unlink(missing_ok=True)
     return int(failed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from experiments.accuracy_arms import Arm
 from experiments.accuracy_case import DAMAGED
@@ -14,10 +15,14 @@ TOGETHER = "replay/torch"
 
 
 class Scorer:
-    """``rows`` sequences at a time, of all ``arms`` together; ``prefill`` as in `experiments.forced.score`."""
+    """``rows`` sequences at a time, of all ``arms`` together; ``prefill`` as in `experiments.forced.score`. Scores of
+    all arms are kept in ``file`` batch by batch, where ``identity`` tells what they depend on besides arms and text."""
 
-    def __init__(self, arms: Sequence[Arm], *, rows: int, prefill: int | None) -> None:
+    def __init__(
+        self, arms: Sequence[Arm], *, rows: int, prefill: int | None, file: Path | None = None, identity: str = ""
+    ) -> None:
         self.arms, self.rows, self.prefill = {arm.name: arm for arm in arms}, rows, prefill
+        self.file, self.identity = file, identity
         self._known: dict[str, tuple[dict[str, list[Score]], Work]] = {}
 
     def score(self, arm: Arm, asked: Sequence[Asked], work: Work) -> list[Score]:
@@ -35,15 +40,16 @@ class Scorer:
             )
         key = hashlib.sha256(repr([(tuple(a.tokens), a.first) for a in asked]).encode()).hexdigest()
         if key not in self._known:
-            self._known[key] = self._together(arm, asked)
+            self._known[key] = self._together(arm, asked, key)
         scores, done = self._known[key]
         work.decoded += done.decoded
         return scores[arm.name]
 
-    def _together(self, arm: Arm, asked: Sequence[Asked]) -> tuple[dict[str, list[Score]], Work]:
-        from experiments.forced_together import score_together
+    def _together(self, arm: Arm, asked: Sequence[Asked], key: str) -> tuple[dict[str, list[Score]], Work]:
+        from experiments.forced_together import Saved, score_together
 
         work, arms = Work(), {name: each.precision for name, each in self.arms.items()}
+        saved = None if self.file is None else Saved(self.file, f"{self.identity} {sorted(arms)} {key}")
         rows = max(1, self.rows // len(arms))
-        found = score_together(arm.model, arms, asked, rows=rows, work=work, damaged=DAMAGED, seed=arm.seed)
-        return found, work
+        given = {"rows": rows, "work": work, "damaged": DAMAGED, "seed": arm.seed, "saved": saved}
+        return score_together(arm.model, arms, asked, **given), work

@@ -6,7 +6,10 @@ copies of their states (`replayssm.engine.aligned`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +18,35 @@ from experiments.forced import Asked, Row, Score, Scores, Work, fed, merged, wan
 from experiments.precisions import PrecisionArm
 from replayssm.engine.aligned import AlignedArms, aligned_decoding
 from replayssm.models import Decoder
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A file of the scores so far, so that a run that was ended goes on behind its last batch. ``identity`` tells
+    everything that the scores depend on; a file of another one counts as none."""
+
+    path: Path
+    identity: str
+
+    def load(self, found: Mapping[str, Scores]) -> int:
+        """Fill in the scores; returns how many rows they are of."""
+        if not self.path.is_file():
+            return 0
+        with np.load(self.path) as data:
+            if str(data["identity"]) != self.identity:
+                return 0
+            for name, scores in found.items():
+                scores.logprobs, scores.greedy = data[f"{name} logprobs"], data[f"{name} greedy"]
+            return int(data["done"])
+
+    def save(self, done: int, found: Mapping[str, Scores]) -> None:
+        """Write the scores of the first ``done`` rows, whole or not at all."""
+        parts = {f"{name} logprobs": scores.logprobs for name, scores in found.items()}
+        parts |= {f"{name} greedy": scores.greedy for name, scores in found.items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(f".{os.getpid()}.npz")
+        np.savez(unfinished, identity=self.identity, done=done, **parts)
+        os.replace(unfinished, self.path)
 
 
 def score_together(
@@ -26,13 +58,19 @@ def score_together(
     work: Work,
     damaged: str,
     seed: int,
+    saved: Saved | None = None,
 ) -> dict[str, list[Score]]:
     """By arm a `Score` for each of ``asked``, ``rows`` sequences of each arm at a time; the arm named ``damaged``
-    forgets its states at the end of the first prompt of each sequence. ``work`` counts for one arm."""
+    forgets its states at the end of the first prompt of each sequence. ``work`` counts for one arm. With ``saved`` each
+    batch is kept, and those that were are not run again."""
     every, found = merged(asked), {name: Scores(len(asked)) for name in arms}
-    for start in range(0, len(every), rows):
-        _run(model, arms, every[start : start + rows], found, damaged, seed)
-        work.decoded += sum(len(row.tokens) for row in every[start : start + rows])
+    done = saved.load(found) if saved else 0
+    for start in range(done, len(every), rows):
+        batch = every[start : start + rows]
+        _run(model, arms, batch, found, damaged, seed)
+        if saved:
+            saved.save(start + len(batch), found)
+    work.decoded += sum(len(row.tokens) for row in every)
     return {name: scores.list() for name, scores in found.items()}
 
 

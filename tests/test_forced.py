@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import forced_together
 from experiments.accuracy_arms import Arm
 from experiments.assets import vocabulary
-from experiments.forced import Asked, Score, Work, merged, score
-from experiments.forced_together import score_together
+from experiments.forced import Asked, Row, Score, Work, merged, score
+from experiments.forced_together import Saved, score_together
 from replayssm.engine import Engine, Request, new_cache
 from replayssm.models import Decoder, ModelError, load_model
 
@@ -115,6 +116,30 @@ def test_a_shared_beginning_is_read_once_with_the_same_result(model: Decoder) ->
     tokens[1, 3] += 1
     with pytest.raises(ModelError, match=r"^shared=10 is impossible"):
         read(10)
+
+
+def test_a_run_that_was_ended_goes_on_behind_its_last_batch(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"shared_fp32": arm(model).precision}
+    given = {"rows": 2, "work": Work(), "damaged": "damaged", "seed": 0}
+    whole, ran, run = score_together(model, arms, ASKED, **given), [], forced_together._run
+
+    def counted(model: Decoder, arms: object, rows: list[Row], *more: object) -> None:
+        if ran and fails:
+            raise KeyboardInterrupt
+        ran.append(len(rows))
+        run(model, arms, rows, *more)
+
+    monkeypatch.setattr(forced_together, "_run", counted)
+    fails, saved = True, Saved(tmp_path / "scores.npz", "this")
+    with pytest.raises(KeyboardInterrupt):
+        score_together(model, arms, ASKED, saved=saved, **given)
+    fails = False
+    assert score_together(model, arms, ASKED, saved=saved, **given) == whole
+    assert ran == [2, 1]
+    assert score_together(model, arms, ASKED, saved=Saved(saved.path, "other"), **given) == whole
+    assert ran == [2, 1, 2, 1]
 
 
 def test_a_request_that_is_ended_gives_up_its_slot_and_leaves_the_others(model: Decoder) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from experiments.accuracy_case import AccuracyCase, case_hash
@@ -34,8 +35,10 @@ class Session:
     """A case on this machine, and the ``arms`` that will be asked for. Nothing heavy is imported before the first
     `record`."""
 
-    def __init__(self, case: AccuracyCase, arms: tuple[str, ...], argv: tuple[str, ...]) -> None:
+    def __init__(self, case: AccuracyCase, arms: tuple[str, ...], argv: tuple[str, ...], folder: Path) -> None:
         self.case, self.arms, self.argv = case, arms, argv
+        self.unfinished = folder / f".accuracy-{case_hash(case)}.npz"
+        """Scores of a run that was ended, to go on from."""
         self.device = provenance.device(case.device)
         files = [ROOT / "experiments" / f"{part}.py" for part in PARTS]
         files += sorted((ROOT / "experiments/assets/tasks").glob("*.yaml")) if case.task.embedded else []
@@ -118,6 +121,8 @@ class Session:
             except ModelError as error:
                 raise ConfigError(f"model.path={folder}: {error}") from None
             arms = {n: Arm(n, model, case.engine, case.interval_length, case.seed) for n in self.arms}
-            scorer = Scorer(list(arms.values()), rows=case.batch_size, prefill=case.task.prefill)
+            identity = f"{case_hash(case)} {hash_of(self.sources)}"
+            kept = {"file": self.unfinished, "identity": identity}
+            scorer = Scorer(list(arms.values()), rows=case.batch_size, prefill=case.task.prefill, **kept)
             self._loaded = (tasks, arms, scorer, Text(folder))
         return self._loaded
