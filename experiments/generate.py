@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=TINY, help="a Hugging Face folder")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=120, help="at most so many")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.5, help="0: the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arm", default="replay/cpu", help=", ".join(ARMS))
