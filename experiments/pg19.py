@@ -16,6 +16,7 @@ also in the middle of a document, and ends with the same numbers bit for bit.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from experiments.app import run
 from experiments.options import refuse
 from experiments.pg19_case import ROOT, DriftCase, arms_from_config, case_from_config, case_hash
 
+os.environ.setdefault("MKL_CBWR", "AUTO")  # read at MKL's first call: what it adds first else depends on earlier calls
 NOISE = {"fp32": 1e-8, "bf16": 1e-2}
 """Most mean KL in nats that the control and the second reference may have, by the format of activations."""
 PROMPT_NATS = 0.02

@@ -7,6 +7,9 @@ import os
 # PyTorch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Sums in the same order whatever was computed before, so that two runs can be compared bit for bit; read by MKL.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+
 import pytest
 import torch
 
