@@ -35,6 +35,12 @@ def model(request: pytest.FixtureRequest) -> Decoder:
     return load_model(FOLDER / request.param, dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def small() -> Decoder:
+    """For what does not depend on the layers' family."""
+    return load_model(FOLDER / "tiny-qwen3.5", dtype=torch.float32)
+
+
 def arm(model: Decoder, name: str = "shared_fp32") -> Arm:
     return Arm(name, model, "replay/torch", interval_length=4, seed=0)
 
@@ -75,15 +81,15 @@ def test_scores_are_those_of_the_model(model: Decoder, rows: int, prefill: int |
     assert [each.greedy for each in found] == [each.greedy for each in wanted]
 
 
-def test_the_control_forgets_the_prompt_and_nothing_else(model: Decoder) -> None:
-    whole, damaged = logprobs(scored(model, prefill=0)), logprobs(scored(model, "damaged", prefill=0))
+def test_the_control_forgets_the_prompt_and_nothing_else(small: Decoder) -> None:
+    whole, damaged = logprobs(scored(small, prefill=0)), logprobs(scored(small, "damaged", prefill=0))
     assert (np.abs(whole - damaged)[:4] > 1e-3).all()
     assert damaged[4] == pytest.approx(whole[4], rel=1e-4)  # behind a prompt of one token there is nothing to forget
 
 
-def test_a_coarse_state_changes_scores(model: Decoder) -> None:
-    whole = logprobs(scored(model, prefill=0))
-    assert (logprobs(scored(model, "shared_nvfp4", prefill=0)) != whole).any()
+def test_a_coarse_state_changes_scores(small: Decoder) -> None:
+    whole = logprobs(scored(small, prefill=0))
+    assert (logprobs(scored(small, "shared_nvfp4", prefill=0)) != whole).any()
 
 
 def test_arms_score_together_as_they_do_alone(model: Decoder) -> None:
@@ -119,34 +125,34 @@ def test_a_shared_beginning_is_read_once_with_the_same_result(model: Decoder) ->
 
 
 def test_a_run_that_was_ended_goes_on_behind_its_last_batch(
-    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = {"shared_fp32": arm(model).precision}
+    arms = {"shared_fp32": arm(small).precision}
     given = {"rows": 2, "work": Work(), "damaged": "damaged", "seed": 0}
-    whole, ran, run = score_together(model, arms, ASKED, **given), [], forced_together._run
+    whole, ran, run = score_together(small, arms, ASKED, **given), [], forced_together._run
 
-    def counted(model: Decoder, arms: object, rows: list[Row], *more: object) -> None:
+    def counted(given_model: Decoder, arms: object, rows: list[Row], *more: object) -> None:
         if ran and fails:
             raise KeyboardInterrupt
         ran.append(len(rows))
-        run(model, arms, rows, *more)
+        run(given_model, arms, rows, *more)
 
     monkeypatch.setattr(forced_together, "_run", counted)
     fails, saved = True, Saved(tmp_path / "scores.npz", "this")
     with pytest.raises(KeyboardInterrupt):
-        score_together(model, arms, ASKED, saved=saved, **given)
+        score_together(small, arms, ASKED, saved=saved, **given)
     fails = False
-    assert score_together(model, arms, ASKED, saved=saved, **given) == whole
+    assert score_together(small, arms, ASKED, saved=saved, **given) == whole
     assert ran == [2, 1]
-    assert score_together(model, arms, ASKED, saved=Saved(saved.path, "other"), **given) == whole
+    assert score_together(small, arms, ASKED, saved=Saved(saved.path, "other"), **given) == whole
     assert ran == [2, 1, 2, 1]
 
 
-def test_a_request_that_is_ended_gives_up_its_slot_and_leaves_the_others(model: Decoder) -> None:
+def test_a_request_that_is_ended_gives_up_its_slot_and_leaves_the_others(small: Decoder) -> None:
     requests = [Request(TOKENS[:5], 8), Request(TOKENS[:7], 8), Request(TOKENS[:6], 4)]
 
     def tokens(end: bool) -> dict[int, list[int]]:
-        engine, made = Engine(model, "replay/torch", slots=2, capacity=20), {0: [], 1: [], 2: []}
+        engine, made = Engine(small, "replay/torch", slots=2, capacity=20), {0: [], 1: [], 2: []}
         for token in engine.generate(requests):
             made[token.request].append(token.token)
             if end and token.request == 0 and len(made[0]) == 3:
