@@ -24,6 +24,8 @@ from experiments.accuracy_case import AccuracyCase, arms_from_config, case_from_
 from experiments.app import run
 from experiments.measure.accuracy_record import FINAL, AccuracyRecord, is_accuracy
 from experiments.measure.record import read_lines
+from experiments.tracking.mirror import Mirror
+from experiments.tracking.options import tracker_from_config
 
 
 def main(config: dict[str, Any]) -> int:
@@ -33,7 +35,8 @@ def main(config: dict[str, Any]) -> int:
     if config["dry_run"]:
         print(f"  arms {', '.join(arms)}")
         return 0
-    return measure(case, arms, Path(config["records"]), config["repeat"])
+    folder = Path(config["records"])
+    return measure(case, arms, folder, config["repeat"], Mirror(tracker_from_config(config), folder, sys.argv))
 
 
 def label(case: AccuracyCase) -> str:
@@ -45,7 +48,7 @@ def label(case: AccuracyCase) -> str:
     return f"{case.model}, {task.name} ({', '.join(parts) or task.harness}), L {case.interval_length}, {case.engine}"
 
 
-def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
+def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: bool, mirror: Mirror) -> int:
     """Run the arms that ``folder`` lacks, one after the other; returns 1 if one failed."""
     from experiments.measure import accuracy_run
     from experiments.measure.journal import Journal
@@ -62,6 +65,7 @@ def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: boo
             started = time.monotonic()
             record = session.record(arm)
             journal.append([record])
+            mirror.send([record.to_json()])
             print(f"  {line(record, done)}  [{time.monotonic() - started:.0f} s]", flush=True)
             failed |= record.status not in (*FINAL, "oom")
         done.append(record)

@@ -27,6 +27,7 @@ from typing import Any
 
 from experiments.measure.sources import arm_file
 from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
+from experiments.tracking.options import tracker_from_config
 from replayssm.geometry import FAMILIES, MAX_INTERVAL_LENGTH, Geometry
 from replayssm.layout import FORMATS
 
@@ -45,7 +46,6 @@ INPUT_FORMATS = ("bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 EXAMPLE_ARMS = {"cpu": "stored/cpu,replay/cpu", "cuda": "stored/triton,replay/triton"}
 WINDOW_EXAMPLE_ARMS = {"cpu": "snapshots/torch,verify/torch", "cuda": "snapshots/triton,verify/triton"}
-TRACKERS = ("none",)
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
     *("experiment", "model", "batch_size", "interval_length", "phase", "precision", "timing", "tracker", "arms"),
@@ -180,8 +180,7 @@ def shared_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_run_options(config: Mapping[str, Any]) -> None:
     """Refuse options of the run, which are no part of the case, that cannot be."""
     flag(config, "repeat")
-    only(config, ["name"], "tracker")
-    choice(config, "tracker.name", TRACKERS)
+    tracker_from_config(config)
     records = text(config, "records", "a folder")
     if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
         _refuse_unwritable(records)

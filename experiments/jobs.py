@@ -12,6 +12,8 @@ from experiments.case import Case
 from experiments.measure import nvidia, runner
 from experiments.measure.journal import alone
 from experiments.options import refuse
+from experiments.tracking.mirror import Mirror
+from experiments.tracking.options import tracker_from_config
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,18 @@ def sweep(experiment: Experiment, configs: list[dict[str, Any]]) -> int:
             continue
         if case.device == "cuda" and nvidia.gpu() is None:
             raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
-        alike = (Path(config["records"]).resolve(), arms, config["repeat"])
+        alike = (Path(config["records"]).resolve(), arms, config["repeat"], tracker_from_config(config))
         together.setdefault((*alike, None if case.device == "cuda" else case), []).append(case)
     worst = 0
-    for (folder, arms, repeat, _), cases in together.items():
+    for (folder, arms, repeat, tracker, _), cases in together.items():
         with alone(folder, say=print):
-            worst = max(worst, measure(experiment, cases, arms, folder, repeat))
+            worst = max(worst, measure(experiment, cases, arms, folder, repeat, Mirror(tracker, folder, sys.argv)))
     return worst
 
 
-def measure(experiment: Experiment, cases: list[Any], arms: tuple[str, ...], folder: Path, repeat: bool) -> int:
+def measure(
+    experiment: Experiment, cases: list[Any], arms: tuple[str, ...], folder: Path, repeat: bool, mirror: Mirror
+) -> int:
     """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
     waiting = runner.pending(cases, arms, folder, repeat)
     for case in cases:
@@ -55,7 +59,10 @@ def measure(experiment: Experiment, cases: list[Any], arms: tuple[str, ...], fol
     worst = 0
     for replicate, left in waiting:
         watcher = runner.Watcher(done=lambda *ended: print(experiment.outcome_lines(*ended)))
-        outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher)
+        try:
+            outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher)
+        finally:
+            mirror.catch_up()
         failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, *_ in o.values())
         worst = max(worst, int(failed))
     return worst

@@ -30,6 +30,8 @@ from experiments.case import (
 from experiments.options import choice, get, integer, only, refuse
 from experiments.pg19 import edges
 from experiments.pg19_case import DEFAULT_ARMS, DriftCase, arms_from_config, case_hash
+from experiments.tracking.mirror import Mirror
+from experiments.tracking.options import tracker_from_config
 from replayssm.geometry import Geometry
 
 OPTIONS = ("experiment", "model", "heads", "count", "tokens", "interval_length", "arms", "device", "threads", "seed")
@@ -117,6 +119,7 @@ def main(config: dict[str, Any]) -> int:
     drift.run()
     made = records(group, drift, edges(case.tokens), NOISE)
     Journal(folder, "layer_drift").append(made)
+    Mirror(tracker_from_config(config), folder, sys.argv).send([record.to_json() for record in made])
     for place, arm in enumerate(arms):
         own = [record for record in made if record.arm == arm.name]
         told = next((f"{r.status}: {r.message}" for r in own if r.status != "ok"), "")

@@ -25,6 +25,8 @@ from typing import Any
 from experiments.app import run
 from experiments.options import refuse
 from experiments.pg19_case import ROOT, DriftCase, arms_from_config, case_from_config, case_hash
+from experiments.tracking.mirror import Mirror
+from experiments.tracking.options import tracker_from_config
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # read at MKL's first call: what it adds first else depends on earlier calls
 NOISE = {"fp32": 1e-8, "bf16": 1e-2}
@@ -47,7 +49,8 @@ def main(config: dict[str, Any]) -> int:
         raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
     folder = Path(config["records"]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    return measure(case, arms, folder, config["checkpoint_tokens"], config["repeat"])
+    mirror = Mirror(tracker_from_config(config), folder, sys.argv)
+    return measure(case, arms, folder, config["checkpoint_tokens"], config["repeat"], mirror)
 
 
 def label(case: DriftCase) -> str:
@@ -77,7 +80,9 @@ def needed_bytes(case: DriftCase, arms: int) -> int:
     return sum(p.nbytes for p in model.parameters()) + rows * (keys_values + states + 9 * case.tokens)
 
 
-def measure(case: DriftCase, arms: tuple[Any, ...], folder: Path, checkpoint_tokens: int, repeat: bool) -> int:
+def measure(
+    case: DriftCase, arms: tuple[Any, ...], folder: Path, checkpoint_tokens: int, repeat: bool, mirror: Mirror
+) -> int:
     """Run what ``folder`` lacks; returns 1 if an arm was wrong or failed."""
     import torch
 
@@ -113,6 +118,7 @@ def measure(case: DriftCase, arms: tuple[Any, ...], folder: Path, checkpoint_tok
     except (RuntimeError, MemoryError) as error:
         records = group.failures(status_of(error), " ".join(told(error).split())[:500])
     Journal(folder, "pg19").append(records)
+    mirror.send([record.to_json() for record in records])
     checkpoint.unlink(missing_ok=True)
     bad = sorted({(record.arm, record.status, record.message) for record in records if record.status != "ok"})
     for arm, status, message in bad:
