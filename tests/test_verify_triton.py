@@ -186,12 +186,14 @@ LAUNCHES = {
     "one tile": WindowLaunch(rows=32),
     "two tiles": WindowLaunch(rows=16, tiles=2, warps=2),
     "heads of a group": WindowLaunch(rows=16, tiles=2, heads=2, warps=4),
+    "eager": WindowLaunch(rows=16, eager=True),
 }
 
 
 @every_family
 @pytest.mark.parametrize(("interval_length", "window", "launch"), [
     (16, 4, "heads of a group"), (5, 1, "one tile"), (9, 6, "two tiles"), (3, 5, None), (17, 16, "one tile"),
+    (16, 3, "eager"),
 ])  # fmt: skip
 def test_verify_at_every_phase(family: str, interval_length: int, window: int, launch: str | None) -> None:
     """Rings that are empty, leave room for exactly this window, and for one token less; the fullest that can be."""

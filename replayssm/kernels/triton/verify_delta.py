@@ -22,7 +22,15 @@ from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import WIDE, check
 from replayssm.kernels.triton.gates import Gates, log_decay, sigmoid
-from replayssm.kernels.triton.tiles import exp, product, rnorm, sum_later
+from replayssm.kernels.triton.tiles import (
+    exp,
+    load_ring,
+    load_ring_vectors,
+    product,
+    ring_order,
+    rnorm,
+    sum_later,
+)
 from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_delta, check_window_layer
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
 from replayssm.kernels.triton.verify_tiles import (
@@ -158,19 +166,20 @@ def _verify_kernel(
         count = tl.load(lengths + row).to(tl.int32)
     due = (length > cut.L - cut.T) | (cut.L < cut.T)
 
-    # Tokens: j of the ring, c of the window; a is a column.
-    j, c, a = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS)
-    held, live = j < length, c < count
-    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + c) % cut.CAPACITY
+    # c is a token of the window, a is a column.
+    c, a = tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS)
+    live = c < count
+    entry, _, held = ring_order(length, oldest, cut)
+    last = (oldest + length + c) % cut.CAPACITY
     group = first_head // cut.SHARE
     ring_k = ring.k + slot * ring_strides.k[0] + group * ring_strides.k[1]
     ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
     q_window = inputs.q + row * strides.q[0] + group * strides.q[2]
     k_window = inputs.k + row * strides.k[0] + group * strides.k[2]
     n = tl.arange(0, cut.PADDED)
-    k_old = load_vectors(ring_k, entry * ring_strides.k[2], held, n, cut.N)
+    k_old = load_ring_vectors(ring_k + entry * ring_strides.k[2], held, n, cut.N, cut)
     k_new = load_vectors(k_window, c * strides.k[1], live, n, cut.N)
-    rnorm_old = tl.load(ring_rnorm + entry * ring_strides.k_rnorm[2], mask=held, other=0.0)
+    rnorm_old = load_ring(ring_rnorm + entry * ring_strides.k_rnorm[2], held, cut)
     wide = k_new.to(tl.float32)
     rnorm_new = rnorm(tl.sum(wide * wide, axis=1))
     t, of_q, both = a // 2, a % 2 == 0, a // 2 < count
@@ -226,9 +235,10 @@ def _walk(
     """Outputs of a program's heads, tile by tile, and the window's d and GDN's g appended; ``FOLDED``, a tile that has
     been read also takes in the ring and is written. ``S`` is the only tile if there is one.
     """
-    j, c, u = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, TOKENS)
-    held, live = j < length, c < count
-    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + c) % cut.CAPACITY
+    c, u = tl.arange(0, cut.COLUMNS), tl.arange(0, TOKENS)
+    live = c < count
+    entry, age, held = ring_order(length, oldest, cut)
+    last = (oldest + length + c) % cut.CAPACITY
     # One tile less is on its way where tiles are written: shared memory is kept for them too.
     STAGES: tl.constexpr = min(2, cut.STAGES) if FOLDED else cut.STAGES
     for h in tl.range(cut.HEADS, num_stages=STAGES):
@@ -245,7 +255,7 @@ def _walk(
         else:
             ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
             g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
-            g_old = tl.load(ring_g + entry * ring_strides.g[2], mask=held, other=0.0)
+            g_old = load_ring(ring_g + entry * ring_strides.g[2], held, cut)
             g_new = tl.load(g_window + u * strides.g[1], mask=u < count, other=0.0)
             if form.GATED:
                 bias = tl.load(gates.dt_bias + head).to(tl.float32)
@@ -253,7 +263,7 @@ def _walk(
             if part == 0:
                 tl.store(ring_g + (oldest + length + u) % cut.CAPACITY * ring_strides.g[2], g_new, mask=u < count)
             through, between = sums(g_new, c, tl.arange(0, 2 * cut.COLUMNS) // 2)
-            since, ended = sum_later(g_old, j), tl.sum(g_old, axis=0)
+            since, ended = sum_later(g_old, age), tl.sum(g_old, axis=0)
             W_old = keys.old * tl.exp(since[:, None] + through[None, :])
             W_new = keys.new * tl.exp(between)
             decay = keys.norm * exp(ended + through)
@@ -261,7 +271,7 @@ def _walk(
         for i in tl.range(cut.TILES, num_stages=STAGES):
             m = rows_of(i, part, cut)
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
-            d_old = load_columns(ring_d, entry * ring_strides.d[2], held, m, cut.P)
+            d_old = load_ring_vectors(ring_d + entry * ring_strides.d[2], held, m, cut.P, cut).T
             v = load_columns(v_window, c * strides.v[1], live, m, cut.P).to(tl.float32)
             history = state_product(tile, keys.asked) * decay[None, :] + weighted(d_old, W_old)
             o, d = _corrected(history, v, W_new, beta, c, cut)

@@ -19,7 +19,8 @@ class WindowLaunch:
 
     It has ``warps`` warps. Products that the heads of a group share are formed once a program. ``stages`` is how many
     tiles are on their way at once; a program of a single tile asks for it before anything else. ``registers`` caps
-    those of a thread. Raises ``ValueError`` on numbers that Triton cannot take.
+    those of a thread. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes; KDA ignores
+    it, since its vector decays are summed in time order. Raises ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class WindowLaunch:
     warps: int = 1
     stages: int = 3
     registers: int | None = None
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for field in ("rows", "warps"):
@@ -75,14 +77,16 @@ class WindowCut:
     L: int
     CAPACITY: int
     RING: int
-    """L up to a power of two, 16 at least, as tensor cores want."""
+    """Tokens that a product over the ring takes: L, or, EAGER, all entries, up to a power of two, 16 at least, as
+    tensor cores want."""
+    EAGER: bool
 
     @classmethod
     def of(cls, geometry: Geometry, launch: WindowLaunch, layer: CacheLayer) -> WindowCut:
         """``layer`` with a window."""
         rows = max(16, min(launch.rows, power_of_two(geometry.head_dim)))  # as tensor cores want
         tiles = min(launch.tiles, -(-geometry.head_dim // rows))
-        window = layer.window or 1
+        window, eager = layer.window or 1, launch.eager and geometry.family != "kda"
         return cls(
             H=geometry.heads,
             SHARE=geometry.heads_per_group,
@@ -99,7 +103,8 @@ class WindowCut:
             COLUMNS=max(8 if geometry.family == "mamba2" else 4, power_of_two(window)),
             L=layer.interval_length,
             CAPACITY=layer.capacity,
-            RING=max(16, power_of_two(layer.interval_length)),
+            RING=max(16, power_of_two(layer.capacity if eager else layer.interval_length)),
+            EAGER=eager,
         )
 
     @property

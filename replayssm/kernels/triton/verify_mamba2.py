@@ -21,7 +21,7 @@ from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.arguments import WIDE, check
 from replayssm.kernels.triton.gates import Gates, discretize
-from replayssm.kernels.triton.tiles import exp, product, sum_later
+from replayssm.kernels.triton.tiles import exp, load_ring, load_ring_vectors, product, ring_order, sum_later
 from replayssm.kernels.triton.verify_arguments import check_counts, check_mamba2, check_window_layer
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
 from replayssm.kernels.triton.verify_tiles import (
@@ -136,13 +136,14 @@ def _verify_kernel(
         count = tl.load(lengths + row).to(tl.int32)
     due = (length > cut.L - cut.T) | (cut.L < cut.T)
 
-    # Tokens: j of the ring, w of the window as a summand, c of the window as what asks.
-    j, w, c, n = tl.arange(0, cut.RING), tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS), tl.arange(0, cut.PADDED)
-    held, live, asked = j < length, w < count, c < count
-    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + w) % cut.CAPACITY
+    # Tokens: w of the window as a summand, c of the window as what asks.
+    w, c, n = tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS), tl.arange(0, cut.PADDED)
+    live, asked = w < count, c < count
+    entry, _, held = ring_order(length, oldest, cut)
+    last = (oldest + length + w) % cut.CAPACITY
     group = first_head // cut.SHARE
     ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
-    B_old = load_vectors(ring_B, entry * ring_strides.B[2], held, n, cut.N)
+    B_old = load_ring_vectors(ring_B + entry * ring_strides.B[2], held, n, cut.N, cut)
     window_B = inputs.B + row * strides.B[0] + group * strides.B[2]
     B_new = load_vectors(window_B, w * strides.B[1], live, n, cut.N)
     C = load_vectors(inputs.C + row * strides.C[0] + group * strides.C[2], c * strides.C[1], asked, n, cut.N).T
@@ -175,16 +176,17 @@ def _walk(
     """Outputs of a program's heads, tile by tile, and the window's x and dt appended; ``FOLDED``, a tile that has been
     read also takes in the ring and is written. ``S`` is the only tile if there is one.
     """
-    j, w, c = tl.arange(0, cut.RING), tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS)
-    held, live, asked = j < length, w < count, c < count
-    entry, last = (oldest + j) % cut.CAPACITY, (oldest + length + w) % cut.CAPACITY
+    w, c = tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS)
+    live, asked = w < count, c < count
+    entry, age, held = ring_order(length, oldest, cut)
+    last = (oldest + length + w) % cut.CAPACITY
     # One tile less is on its way where tiles are written: shared memory is kept for them too.
     STAGES: tl.constexpr = min(2, cut.STAGES) if FOLDED else cut.STAGES
     for h in tl.range(cut.HEADS, num_stages=STAGES):
         head = first_head + h
         ring_x = ring.x + slot * ring_strides.x[0] + head * ring_strides.x[1]
         ring_dt = ring.dt + slot * ring_strides.dt[0] + head * ring_strides.dt[1]
-        dt_old = tl.load(ring_dt + entry * ring_strides.dt[2], mask=held, other=0.0)
+        dt_old = load_ring(ring_dt + entry * ring_strides.dt[2], held, cut)
         window_dt = inputs.dt + row * strides.dt[0] + head * strides.dt[2]
         dt_new = tl.load(window_dt + w * strides.dt[1], mask=live, other=0.0)
         if GATED:
@@ -195,11 +197,11 @@ def _walk(
         A = tl.load(inputs.A + head)
         if part == 0:
             tl.store(ring_dt + last * ring_strides.dt[2], dt_new, mask=live)
-        W_old, W_new, decay = _weights(dt_old, dt_new, A, inputs.D, head, BC_old, BC_new, j, w, c)
+        W_old, W_new, decay = _weights(dt_old, dt_new, A, inputs.D, head, BC_old, BC_new, age, w, c)
         for i in tl.range(cut.TILES, num_stages=STAGES):
             m = rows_of(i, part, cut)
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
-            x_old = load_columns(ring_x, entry * ring_strides.x[2], held, m, cut.P)
+            x_old = load_ring_vectors(ring_x + entry * ring_strides.x[2], held, m, cut.P, cut).T
             x_new = load_columns(inputs.x + row * strides.x[0] + head * strides.x[2], w * strides.x[1], live, m, cut.P)
             y = state_product(tile, C) * decay[None, :] + weighted(x_old, W_old) + weighted(x_new, W_new)
             if inputs.z is not None:
@@ -211,14 +213,14 @@ def _walk(
             tl.store(y_window + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :])
             tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
             if FOLDED:
-                weight = dt_old * exp(A * sum_later(dt_old, j))
+                weight = dt_old * exp(A * sum_later(dt_old, age))
                 moved = product(x_old.to(tl.float32) * weight[None, :], B_old)
                 moved += tile.to(tl.float32) * exp(A * tl.sum(dt_old, axis=0))
                 store_tile(state + head * strides.state[1], m, moved, cut)
 
 
 @triton.jit
-def _weights(dt_old, dt_new, A, D_of_heads, head, BC_old, BC_new, j, w, c):
+def _weights(dt_old, dt_new, A, D_of_heads, head, BC_old, BC_new, age, w, c):
     """Of one head, what ring and window weigh in each output, ``[RING,C]`` and ``[TOKENS,C]``, D included, and what is
     left of the checkpoint ``[C]``.
     """
@@ -226,7 +228,7 @@ def _weights(dt_old, dt_new, A, D_of_heads, head, BC_old, BC_new, j, w, c):
     if D_of_heads is not None:
         D = tl.load(D_of_heads + head)
     through, between = sums(dt_new, w, c)
-    since = sum_later(dt_old, j)[:, None] + through[None, :]
+    since = sum_later(dt_old, age)[:, None] + through[None, :]
     seen = tl.where(w[:, None] <= c[None, :], dt_new[:, None] * tl.exp(A * between) * BC_new, 0.0)
     own = tl.where(w[:, None] == c[None, :], D, 0.0)
     return dt_old[:, None] * tl.exp(A * since) * BC_old, seen + own, exp(A * (tl.sum(dt_old, axis=0) + through))
