@@ -4,6 +4,7 @@
 PYTHON ?= python3
 ENVIRONMENT ?= auto
 PYTEST_ARGS ?=
+EXTRAS ?= dev eval
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/environment.py --environment $(ENVIRONMENT)
 
@@ -18,8 +19,8 @@ reproduce: ## run the main job on this machine: records, tables, figures, claims
 	@$(SETUP) --extras eval
 	@$(BIN)/python -m experiments.reproduce
 
-test: ## run every test that needs no GPU
-	@$(SETUP) --extras dev eval
+test: ## run every test that needs no GPU; those of the tracker need wandb among EXTRAS, which are 'dev eval'
+	@$(SETUP) --extras $(EXTRAS)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(PYTEST_ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU, compute-sanitizer's checks among them where a CUDA toolkit is found

@@ -24,7 +24,8 @@ from experiments.tracking.runs import MEASURED, TrackedRun, runs, sweep_of
 
 WANDB = {"name": "wandb", "mode": "offline", "project": "p", "entity": None, "folder": "f"}
 needs_wandb = pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is None, reason="wandb is not installed; `make test EXTRAS='dev wandb'` runs this"
+    importlib.util.find_spec("wandb") is None,
+    reason="no wandb is installed; make test EXTRAS='dev eval wandb' runs this",
 )
 
 
