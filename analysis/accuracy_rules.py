@@ -13,19 +13,34 @@ from analysis.bearing import PAPER_CARDS, Question
 YES, NO, UNKNOWN = "yes", "no", "open"
 
 
-def small_loss(question: Question) -> tuple[str, list[Any], list[str]]:
-    """Whether arms with a read copy stay within the points of float32: (ours, rows, an answer a row)."""
-    rows = _rows(question)
-    limit = question.parameters.get("points", POINTS)
-    answers = [YES if r.difference_low >= -limit else NO if r.difference_high < -limit else UNKNOWN for r in rows]
-    return _told(rows), rows, answers
+def small_loss(question: Question) -> tuple[str, list[Any], list[str], str]:
+    """Whether arms with a read copy stay within the points of float32: ours, rows, an answer a row, and a note.
+
+    Only a task that one coarse copy of the state loses, the arm ``sensitive_to``, tells that two copies keep it.
+    """
+    limit, rows = question.parameters.get("points", POINTS), _rows(question, question.parameters["arms"])
+    losing = _rows(question, [question.parameters["sensitive_to"]])
+    telling = {_task(r) for r in losing if r.difference_high < 0}
+    shown = [r for r in rows if _task(r) in telling]
+    if not shown:
+        note = f"{question.parameters['sensitive_to']} loses no task, so that none tells precisions apart"
+        return _told(rows), rows, [UNKNOWN] * len(rows), note
+    answers = [YES if r.difference_low >= -limit else NO if r.difference_high < -limit else UNKNOWN for r in shown]
+    left_out = sorted({f"{r.model}, {r.task}" for r in rows if _task(r) not in telling})
+    note = f"left out, as {question.parameters['sensitive_to']} does not lose either: {'; '.join(left_out)}"
+    return _told(shown), shown, answers, note if left_out else ""
 
 
-def visible_loss(question: Question) -> tuple[str, list[Any], list[str]]:
-    """Whether an arm loses more than the points. That a small model on a short task does not is no contradiction."""
-    rows = _rows(question)
+def visible_loss(question: Question) -> tuple[str, list[Any], list[str], str]:
+    """Whether an arm loses more than the points anywhere. That a small model on a short task does not is no
+    contradiction."""
+    rows = _rows(question, question.parameters["arms"])
     limit = question.parameters.get("points", 0.0)
-    return _told(rows), rows, [YES if r.difference_high < -limit else UNKNOWN for r in rows]
+    losing = [r for r in rows if r.difference_high < -limit]
+    shown = losing or rows
+    left_out = sorted({f"{r.model}, {r.task}" for r in rows if r not in losing}) if losing else []
+    note = f"not so: {'; '.join(left_out)}" if left_out else ""
+    return _told(shown), shown, [YES if losing else UNKNOWN] * len(shown), note
 
 
 def what_differed(rows: list[Any]) -> str:
@@ -36,13 +51,17 @@ def what_differed(rows: list[Any]) -> str:
     return "; ".join([*parts, f"hardware: {', '.join(sorted({r.device for r in rows}))}"])
 
 
-def _rows(question: Question) -> list[Any]:
-    """Rows of the claim's arms that a control and enough items stand behind."""
+def _rows(question: Question, arms: list[str]) -> list[Any]:
+    """Rows of these arms that a control and enough items stand behind."""
     table, family = question.tables["accuracy"], question.parameters.get("model_like", "")
-    shown = table[table["arm"].isin(question.parameters["arms"]) & table["verdict"].isin((WITHIN, LOSES, OPEN))]
+    shown = table[table["arm"].isin(arms) & table["verdict"].isin((WITHIN, LOSES, OPEN))]
     shown = shown[(shown["items"] >= MIN_ITEMS) & shown["model"].str.contains(family, regex=False)]
     assert not shown["arm"].isin((REFERENCE, CONTROL)).any()
     return list(shown.itertuples())
+
+
+def _task(row: Any) -> tuple[str, ...]:
+    return (row.device, row.model, row.task, row.prompt)
 
 
 def _told(rows: list[Any]) -> str:

@@ -309,15 +309,15 @@ def small_loss(question: Question) -> Finding:
 
 
 def visible_loss(question: Question) -> Finding:
-    """An arm that loses, and by how much. Never a no: another model or task may well keep what this one loses."""
+    """An arm that loses somewhere, and by how much. Never a no: another model or task may keep what this one loses."""
     return _accuracy(question, *accuracy_rules.visible_loss(question))
 
 
-def _accuracy(question: Question, ours: str, rows: list[Any], answers: list[str]) -> Finding:
+def _accuracy(question: Question, ours: str, rows: list[Any], answers: list[str], note: str) -> Finding:
     if not rows:
         return not_run(question)
     verdict = SUPPORTED if set(answers) == {YES} else AGAINST if set(answers) == {NO} else UNCLEAR
-    return Finding(ours, verdict, accuracy_rules.what_differed(rows), "")
+    return Finding(ours, verdict, accuracy_rules.what_differed(rows), note)
 
 
 def not_run(question: Question) -> Finding:
