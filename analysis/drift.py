@@ -86,7 +86,8 @@ def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[d
                 found["drift_positions"].append(_rounded(setting | {"arm": name} | row))
             states, heads = _states(own)
             found["drift_states"] += [_rounded(setting | {"arm": name} | row) for row in states]
-            found["drift_heads"] += [_rounded(setting | {"arm": name} | row) for row in heads]
+            if name in (SHARED, DUAL):
+                found["drift_heads"] += [_rounded(setting | {"arm": name} | row) for row in heads]
         for one, other in PAIRS:
             if one in arms and other in arms:
                 estimate, low, high = _ratio(arms[one], arms[other])

@@ -61,7 +61,7 @@ NOTES = {
     "layer_drift": "One layer over random inputs from zero states: root mean square of the outputs' relative errors "
     "over the second half of the positions, and relative errors of the copies at the last position recorded.",
     "layer_ratios": "Errors of an arm of one layer over those of another over the same inputs: outputs, update copies.",
-    "drift_heads": "Relative errors of the states at the last position recorded, by layer and head.",
+    "drift_heads": "Relative errors of the states at the last position recorded, by layer and head, of two arms.",
     "accuracy": "Every arm against shared_fp32 on the same items; accuracies in percent, differences in points, 95 % "
     "intervals by bootstrap over passages. McNemar's p is exact, over items that changed. damaged forgets its states "
     "at the end of the prompt: where it does not lose, the task proves nothing about states, and no arm gets a "

@@ -23,7 +23,7 @@ from replayssm.geometry import Geometry
 from replayssm.layout import FORMATS, Ring
 from replayssm.traffic import replay
 
-DIGITS = 6
+DIGITS = 5
 """Significant digits of a recorded number."""
 
 
@@ -166,7 +166,7 @@ def traffic(geometry: Geometry, arm: PrecisionArm, inputs: str) -> dict[str, flo
 def state_error(snapshots: list[dict[str, Any]], arm: int, document: int) -> dict[str, Any]:
     """Of one arm over one document, by position, layer and head."""
     return {"positions": [snapshot["position"] for snapshot in snapshots]} | {
-        copy: [[[rounded(e, 4) for e in heads] for heads in snapshot[copy][arm][document]] for snapshot in snapshots]
+        copy: [[[rounded(e, 3) for e in heads] for heads in snapshot[copy][arm][document]] for snapshot in snapshots]
         for copy in ("update", "read")
     }
 
