@@ -64,7 +64,7 @@ RC = {
     "lines.markersize": 4.8,
     "svg.hashsalt": "replayssm",
     "svg.fonttype": "path",
-    "savefig.dpi": 160,
+    "savefig.dpi": 110,
     "path.simplify": False,
     "text.parse_math": False,
 }
