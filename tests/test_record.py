@@ -84,7 +84,8 @@ def test_what_is_accepted_can_be_written_again() -> None:
 
 
 def test_records_of_earlier_versions_are_read_and_written_as_they_are() -> None:
-    committed = [text for _, _, text in read_lines(ROOT / "results" / "records") if text]
+    lines = [text for _, _, text in read_lines(ROOT / "results" / "records") if text]
+    committed = [line for line in lines if json.loads(line)["schema"].startswith("replayssm.record/")]
     assert committed
     for line in committed:
         record = Record.from_json(line)
