@@ -44,7 +44,7 @@ from triton.runtime.jit import JITFunction
 
 from experiments.inputs import make_inputs
 from experiments.measure.gated import raw_inputs
-from experiments.measure.window_layers import stacked
+from experiments.measure.layers import stacked
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES, Rounding
 from replayssm.geometry import Geometry

@@ -41,7 +41,7 @@ def step_everything(family: str) -> None:
     import torch
 
     from experiments.inputs import make_inputs
-    from experiments.measure.window_layers import stacked
+    from experiments.measure.layers import stacked
     from replayssm.cache import ReplayCache
     from replayssm.formats import DTYPES
     from replayssm.geometry import Geometry

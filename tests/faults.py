@@ -174,14 +174,14 @@ OF_ARMS = {
 }
 """Refused by the check before timing."""
 
-TIMED = """        for passes in range(self.case.interval_length):
+TIMED = """        for passes in range(self.case.steps_per_cycle):
             self.run_pass(passes)
 """
 OF_HARNESS = {
     "warm cache: timing steps copy 0 again and again": Fault(
         LAYERS,
         TIMED,
-        "        for passes in range(self.case.interval_length):\n"
+        "        for passes in range(self.case.steps_per_cycle):\n"
         "            if self.flushes_per_cycle:\n"
         "                self.run_pass(passes)\n"
         "                continue\n"
@@ -200,13 +200,13 @@ OF_HARNESS = {
     "partial cycle timed": Fault(
         LAYERS,
         TIMED,
-        TIMED.replace("interval_length)", "interval_length - self.flushes_per_cycle)"),
+        TIMED.replace("steps_per_cycle)", "steps_per_cycle - self.flushes_per_cycle)"),
         "incorrect: after timing: .*passes more or less than whole cycles",
     ),
     "one stored pass too many timed": Fault(
         LAYERS,
         TIMED,
-        TIMED.replace("interval_length)", "interval_length + 1 - self.flushes_per_cycle)"),
+        TIMED.replace("steps_per_cycle)", "steps_per_cycle + 1 - self.flushes_per_cycle)"),
         "incorrect: after timing: passes more or less than whole cycles",
         refused=(STORED,),
     ),

@@ -65,6 +65,7 @@ class Tree:
         """Replace ``old``, which must stand in the file exactly once."""
         path = self.root / file
         text = path.read_text(encoding="utf-8")
+        assert old != new, f"nothing is planted in {file}"
         assert text.count(old) == 1, f"the patch matches {text.count(old)} times in {file}, once is needed:\n{old}"
         path.write_text(text.replace(old, new), encoding="utf-8")
 

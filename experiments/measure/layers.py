@@ -1,13 +1,13 @@
 """What an arm is timed on: rotated copies of one layer's state, stepped like the layers of a model.
 
-The copies act as layers. A pass steps every copy once and then commits once; a cycle is L passes, after which every
-row has flushed exactly once, whatever its phase. Copy c takes token (t + c) mod L at pass t, so that a wrong copy or a
-wrong token shows in the outputs. Together the copies exceed the last-level cache by the case's cold factor, which makes
-each pass find its state in memory, not in cache.
+The copies act as layers. A pass steps every copy once and then commits once; a cycle is F passes, after which every row
+has flushed exactly once, whatever its phase: F is L in standard decoding. Copy c takes token (t + c) mod F at pass t,
+so that a wrong copy or a wrong token shows in the outputs. Together the copies exceed the last-level cache by the
+case's cold factor, which makes each pass find its state in memory, not in cache.
 
 On a GPU a cycle is captured in a CUDA graph, and the outputs of all its passes are kept, to be looked at afterwards.
 
-With staggered phases row r starts with r mod L tokens in its ring, put there by the arm's own steps at passes before 0.
+With staggered phases row r starts r mod F passes ahead, which the arm's own steps took at passes before 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.case import Case
+from experiments.case import Case, WindowCase
 from experiments.inputs import DTYPES, make_inputs, make_state
 from experiments.measure import devices
 from replayssm.cache import ReplayCache
@@ -32,7 +32,7 @@ DRAWN_ROWS = 64
 
 
 class Tokens:
-    """The inputs of a case: L tokens for the whole batch, used in turn; the same for all arms."""
+    """The inputs of a case: F tokens, or windows, for the whole batch, used in turn; the same for all arms."""
 
     def __init__(self, case: Case) -> None:
         self.tokens = _drawn_tokens(case)
@@ -66,13 +66,15 @@ def forget() -> None:
 
 
 def phase_offsets(case: Case) -> Tensor:
-    """``[B]`` tokens in each row's ring at the start of a cycle."""
+    """``[B]`` passes by which each row is ahead in its cycle."""
     rows = torch.arange(case.batch_size)
-    return rows % case.interval_length if case.phase == "staggered" else torch.zeros_like(rows)
+    return rows % case.steps_per_cycle if case.phase == "staggered" else torch.zeros_like(rows)
 
 
 class Layers:
-    """What all arms have: ``out [K,copies,B,H,P]`` keeps the outputs of K passes, one on a CPU, L on a GPU."""
+    """What all arms have: ``out [K,copies,B,H,P]``, with a window ``[K,copies,B,T,H,P]``, keeps the outputs of K
+    passes, one on a CPU, F on a GPU.
+    """
 
     flushes_per_cycle: int
     folds_current = True
@@ -87,8 +89,8 @@ class Layers:
         self.passes = 0
 
     def cycle(self) -> None:
-        """L passes over all copies, flushes and commits included: what one sample times."""
-        for passes in range(self.case.interval_length):
+        """F passes over all copies, flushes and commits included: what one sample times."""
+        for passes in range(self.case.steps_per_cycle):
             self.run_pass(passes)
 
     def run_pass(self, passes: int) -> None:
@@ -101,7 +103,7 @@ class Layers:
 
     def flushing_pass(self, offsets: Tensor) -> Tensor:
         """``[B]`` pass of a cycle at which each row writes its checkpoint, by its phase."""
-        return self.case.interval_length - 1 - offsets
+        return self.case.steps_per_cycle - 1 - offsets
 
     def as_rounded(self, inputs: Any) -> Any:
         """``inputs`` of the recurrence as an honest version of this arm has them: for a kernel that rounds on the way,
@@ -110,13 +112,23 @@ class Layers:
         return inputs
 
     def out_of(self, passes: int) -> Tensor:
-        """``[copies,B,H,P]``, where pass ``passes`` writes its outputs."""
+        """``[copies,B,H,P]`` or ``[copies,B,T,H,P]``, where pass ``passes`` writes its outputs."""
         return self.out[passes % len(self.out)]
 
     def _outputs(self) -> Tensor:
-        g, kept = self.case.geometry, self.case.interval_length if self.device != "cpu" else 1
-        shape = (kept, self.copies, self.case.batch_size, g.heads, g.head_dim)
+        g, kept = self.case.geometry, self.case.steps_per_cycle if self.device != "cpu" else 1
+        window = (self.case.window,) if isinstance(self.case, WindowCase) else ()
+        shape = (kept, self.copies, self.case.batch_size, *window, g.heads, g.head_dim)
         return torch.full(shape, torch.nan, dtype=DTYPES[self.case.precision.inputs], device=self.device)
+
+    def _taken(self, offsets: Tensor) -> Tensor:
+        """``[B]`` passes that each row takes before 0, by its phase."""
+        return offsets
+
+    def _ahead(self) -> list[tuple[int, Tensor]]:
+        """The passes before 0, each with the slots ``[B]`` that take part, -1 for the others."""
+        taken, slots = self._taken(phase_offsets(self.case)), torch.arange(self.case.batch_size)
+        return [(t, torch.where(taken >= -t, slots, -1).to(self.device)) for t in range(-int(taken.max()), 0)]
 
 
 class StoredLayers(Layers):
@@ -129,12 +141,14 @@ class StoredLayers(Layers):
 
     def __init__(self, case: Case, copies: int, step: Step, placed: Callable[[Tensor], Tensor] = torch.clone) -> None:
         super().__init__(case, copies)
-        self.state = placed(initial_state(case, copies))
+        self._start(initial_state(case, copies), placed)
         self._slots = torch.arange(case.batch_size, device=self.device)
         self._step = step
-        offsets = phase_offsets(case).to(self.device)
-        for passes in range(-int(offsets.max()), 0):
-            self._steps(passes, torch.where(offsets >= -passes, self._slots, -1))
+        for passes, slots in self._ahead():
+            self._steps(passes, slots)
+
+    def _start(self, state: Tensor, placed: Callable[[Tensor], Tensor]) -> None:
+        self.state = placed(state)
 
     def run_pass(self, passes: int) -> None:
         self.passes += 1
@@ -180,6 +194,7 @@ class ReplayLayers(Layers):
             slots=case.batch_size,
             layers=copies,
             interval_length=case.interval_length,
+            window=case.window if isinstance(case, WindowCase) else None,
             state_dtype=DTYPES[case.precision.state],
             input_dtype=DTYPES[case.precision.inputs],
             raw_fold=raw_fold,
@@ -190,9 +205,8 @@ class ReplayLayers(Layers):
         handles = sorted(self.cache.allocate(case.batch_size), key=lambda slot: slot.index)
         self._batch = self.cache.batch(handles)
         self.cache.load_state(self._batch, initial_state(case, copies))
-        offsets = phase_offsets(case).tolist()
-        for passes in range(-max(offsets), 0):
-            active = [slot if offset >= -passes else None for slot, offset in zip(handles, offsets, strict=True)]
+        for passes, slots in self._ahead():
+            active = [handles[slot] if slot >= 0 else None for slot in slots.tolist()]
             self._pass(passes, self.cache.batch(active))
 
     @property
@@ -238,7 +252,18 @@ class ReplayLayers(Layers):
             self._commit(cache.cursor, cache.origin, slots, cache.interval_length, cache.capacity)
 
 
+def stacked(tokens: list[Any]) -> Any:
+    """Tokens one after the other as a window ``[B,T,...]``; A and D belong to the layer."""
+    columns = zip(tokens[0]._fields, zip(*tokens, strict=True), strict=True)
+    return type(tokens[0])(*(t[0] if n in ("A", "D") or t[0] is None else torch.stack(t, dim=1) for n, t in columns))
+
+
 @functools.lru_cache(maxsize=1)
 def _drawn_tokens(case: Case) -> list[Any]:
     dtype, device = DTYPES[case.precision.inputs], devices.of(case).tensors
-    return make_inputs(case.geometry, case.batch_size, case.interval_length, dtype=dtype, seed=case.seed, device=device)
+    window = case.window if isinstance(case, WindowCase) else 1
+    count = case.steps_per_cycle * window
+    tokens = make_inputs(case.geometry, case.batch_size, count, dtype=dtype, seed=case.seed, device=device)
+    if not isinstance(case, WindowCase):
+        return tokens
+    return [stacked(tokens[first : first + window]) for first in range(0, count, window)]

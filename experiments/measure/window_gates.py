@@ -13,7 +13,6 @@ from torch import Tensor
 
 from experiments.case import WindowCase
 from experiments.measure.gates import Check
-from experiments.measure.window_layers import phase_offsets
 from replayssm.recurrence import FAMILIES
 
 
@@ -21,10 +20,6 @@ class WindowCheck(Check):
     """Outputs are ``[F,C,R,T,H,P]``."""
 
     case: WindowCase
-
-    def __init__(self, case: WindowCase, copies: int, moment: str) -> None:
-        super().__init__(case, copies, moment)
-        self.offsets = phase_offsets(case).to(self.offsets.device)
 
     def _steps(self, layers: Any, copy: int, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """One copy's rows in ``dtype``: first through the accepted tokens that its ring holds behind the checkpoint,
