@@ -17,7 +17,6 @@ from typing import Any
 from experiments.case import (
     DEVICES,
     INPUT_FORMATS,
-    MODEL_FIELDS,
     batch_size_from_config,
     check_run_options,
     interval_length_from_config,
@@ -26,6 +25,8 @@ from experiments.case import (
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
 from experiments.precisions import named, names
+from experiments.weights import FOLDER, weights_folder
+from replayssm.arms import ARMS
 
 OPTIONS = (
     *("experiment", "model", "task", "tracker", "arms", "engine", "inputs", "interval_length", "batch_size"),
@@ -36,7 +37,6 @@ TASK_OPTIONS = (
     *("system", "prefill", "max_gen_toks", "temperature", "top_p", "filter", "metric"),
 )
 PACKAGES = ("lm_eval", "datasets", "tokenizers")
-ENGINES = ("replay/torch", "replay/cpu", "replay/triton", "stored/torch", "stored/cpu", "stored/triton")
 DAMAGED = "damaged"
 """The control among the arms; the others are names of `experiments.precisions`."""
 HASHED_BYTES = 1 << 26
@@ -120,7 +120,7 @@ def case_from_config(config: Mapping[str, Any]) -> AccuracyCase:
         path=str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder),
         weights_digest=digest(folder),
         task=task,
-        engine=choice(config, "engine", ENGINES),
+        engine=choice(config, "engine", ARMS),
         inputs=choice(config, "inputs", INPUT_FORMATS),
         interval_length=interval_length_from_config(config),
         batch_size=batch_size_from_config(config),
@@ -156,21 +156,12 @@ def digest(folder: Path) -> str:
 
 
 def _folder(config: Mapping[str, Any]) -> Path:
-    accepted = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
-    only(config, MODEL_FIELDS, "model")
-    path = get(config, "model.path", accepted)
-    if path is None:
-        name = get(config, "model.name", "a name")
-        raise ConfigError(f"model={name} ships no weights; accepted: model.path={accepted}")
-    given = Path(text(config, "model.path", accepted))
-    folder = (given if given.is_absolute() or given.is_dir() else ROOT / given).resolve()
-    if not folder.is_dir():
-        raise refuse("model.path", str(path), accepted, "is no folder")
+    folder = weights_folder(config)
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise refuse("model.path", str(path), accepted, f"lacks {name}")
+            raise refuse("model.path", config["model"]["path"], FOLDER, f"lacks {name}")
     if not any(folder.glob("*.safetensors")):
-        raise refuse("model.path", str(path), accepted, "holds no safetensors")
+        raise refuse("model.path", config["model"]["path"], FOLDER, "holds no safetensors")
     return folder
 
 

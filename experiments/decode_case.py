@@ -5,7 +5,6 @@ Standard library only, but for `case_from_config`, which reads the model's confi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,8 @@ from experiments.case import (
     shared_from_config,
 )
 from experiments.options import ConfigError, get, integer, only, refuse, text
+from experiments.weights import digest
+from replayssm.arms import ARMS
 from replayssm.geometry import Geometry
 
 RANDOM = "random"
@@ -31,10 +32,9 @@ LAYERS = ("layers_block_type", "layer_types")
 
 @dataclass(frozen=True)
 class DecodeCase(Case):
-    """``weights``: ``random``, or a Hugging Face folder, of which ``weights_digest`` tells configuration, names, shapes
-    and sizes. ``context``: tokens of the prompt. ``steps``: by how many tokens the two generations differ. ``blocks``:
-    the first so many layers of the model, 0 for all. ``architecture``: the model's file in ``configs/model``, where
-    weights are random.
+    """``weights``: ``random``, or a Hugging Face folder, told from others by ``weights_digest``. ``context``: tokens of
+    the prompt. ``steps``: by how many tokens the two generations differ. ``blocks``: the first so many layers of the
+    model, 0 for all. ``architecture``: the model's file in ``configs/model``, where weights are random.
     """
 
     weights: str = RANDOM
@@ -69,16 +69,13 @@ def case_from_config(config: Mapping[str, Any]) -> DecodeCase:
     if case.steps % case.interval_length:
         accepted = f"a multiple of interval_length={case.interval_length}, whole flush cycles"
         raise refuse("steps", case.steps, accepted)
-    geometry = _geometry(model_config(case))
     decode_arms(config)
     check_run_options(config)
-    return replace(case, geometry=geometry)
+    return replace(case, geometry=_geometry(model_config(case)))  # imports torch
 
 
 def decode_arms(config: Mapping[str, Any]) -> tuple[str, ...]:
     """As `arms_from_config`, of the arms that the engine has."""
-    from replayssm.engine import ARMS
-
     return arms_from_config(config, ARMS)
 
 
@@ -121,17 +118,6 @@ def _model(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if not path.is_dir():
         raise refuse("weights", folder, "random, or a folder with config.json and safetensors", "is no folder")
     return {"model": path.resolve().name, "geometry": Geometry("mamba2", 1, 1, 1, 1), "weights_digest": digest(path)}
-
-
-def digest(folder: Path) -> str:
-    """16 hex digits over a folder's configuration, and the header and size of each file of weights."""
-    found = hashlib.sha256()
-    for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
-        with open(file, "rb") as opened:
-            length = 1 << 20 if file.suffix == ".json" else min(1 << 26, 8 + int.from_bytes(opened.read(8), "little"))
-            opened.seek(0)
-            found.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(length))
-    return found.hexdigest()[:16]
 
 
 def _geometry(config: Any) -> Geometry:

@@ -16,16 +16,15 @@ from typing import Any
 from experiments.case import (
     DEVICES,
     INPUT_FORMATS,
-    MODEL_FIELDS,
     check_run_options,
     interval_length_from_config,
     threads_from_config,
 )
-from experiments.decode_case import digest
+from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, choice, get, integer, only, refuse, text
 from experiments.precisions import PrecisionArm, named
+from experiments.weights import digest, weights_folder
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
     *("experiment", "model", "documents", "count", "tokens", "interval_length", "inputs", "arms", "device"),
@@ -35,8 +34,6 @@ REFERENCE, CONTROL = "shared_fp32@1", "shared_fp32"
 AGAIN = "shared_fp32@1/again"
 """The reference a second time: A/A."""
 DEFAULT_ARMS = "default"
-WHOLE_BYTES = 1 << 28
-"""Size of weights up to which all of them are hashed: a model that was trained anew has the same shapes."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,8 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
         experiment=choice(config, "experiment", ["pg19"]),
         model=folder.name,
         weights=str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder),
-        weights_digest=weights_digest(folder),
-        family=_family(folder),
+        weights_digest=digest(folder),
+        family="",
         documents=source if source in ("books", "hub") else str(Path(source).resolve()),
         count=integer(config, "count", 1, 1000),
         tokens=integer(config, "tokens", 16, 1 << 20),
@@ -92,31 +89,9 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
     arms_from_config(config, case)
     integer(config, "checkpoint_tokens", 1)
     check_run_options(config)
+    case = dataclasses.replace(case, family=_family(folder))  # imports torch
+    arms_from_config(config, case)
     return case
-
-
-def weights_folder(config: Mapping[str, Any]) -> Path:
-    """The folder ``model.path``, from here or from the checkout."""
-    told = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
-    only(config, MODEL_FIELDS, "model")
-    if get(config, "model.path", told) is None:
-        raise ConfigError(f"model={get(config, 'model.name', 'a name')} ships no weights; accepted: model.path={told}")
-    asked = text(config, "model.path", told)
-    folder = next((path for path in (Path(asked), ROOT / asked) if path.is_dir()), None)
-    if folder is None:
-        raise refuse("model.path", asked, told, "is no folder")
-    return folder.resolve()
-
-
-def weights_digest(folder: Path) -> str:
-    """16 hex digits over configuration and weights; where these are large, over what `digest` looks at."""
-    files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
-    if sum(file.stat().st_size for file in files) > WHOLE_BYTES:
-        return digest(folder)
-    found = hashlib.sha256()
-    for file in files:
-        found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[PrecisionArm, ...]:

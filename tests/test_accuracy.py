@@ -196,7 +196,7 @@ def test_data_out_of_reach_and_unknown_tasks_are_said_in_a_line(monkeypatch: pyt
         ("arms=[shared_fp32,nvfp4]", "arms=nvfp4 has no such precision; accepted: dual_fp16_sr_fp8, "),
         ("arms=[damaged,damaged]", "arms=damaged is repeated; accepted: each arm once"),
         ("arms=[]", "arms=[] is impossible; accepted: a list of damaged, dual_fp16_sr_fp8"),
-        ("engine=replay/jax", "engine=replay/jax is unknown; accepted: replay/torch, "),
+        ("engine=replay/jax", "engine=replay/jax is unknown; accepted: stored/torch, "),
         ("task.chat_template=true", "task.chat_template=true needs a chat template, which "),
         ("task.thinking=true", "task.thinking and task.system are given to a chat template; accepted: null, or "),
         ("task.generator.items=many", "task.generator.items=many is text; accepted: an integer"),

@@ -111,11 +111,12 @@ class Session:
 
             from experiments.accuracy_arms import Arm
             from experiments.accuracy_scores import Scorer
+            from experiments.inputs import DTYPES
             from experiments.lm_eval_model import Text
             from replayssm.models import ModelError, load_model
 
             torch.set_num_threads(case.threads or torch.get_num_threads())
-            folder, dtype = ROOT / case.path, {"fp32": torch.float32, "bf16": torch.bfloat16}[case.inputs]
+            folder, dtype = ROOT / case.path, DTYPES[case.inputs]
             try:
                 model = load_model(folder, dtype=dtype, device=case.device)
             except ModelError as error:

@@ -9,7 +9,8 @@ a GPU a step is one CUDA graph, in which nothing waits for the host and nothing 
 a model, its cache and its steps will take before any of it exists.
 """
 
-from replayssm.engine.arms import ARMS, new_cache
+from replayssm.arms import ARMS
+from replayssm.engine.arms import new_cache
 from replayssm.engine.engine import Engine, Request, Token
 from replayssm.engine.memory import Memory, predict_memory
 from replayssm.engine.sampling import Sampling

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from replayssm.arms import ARMS
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES
 from replayssm.geometry import Geometry
 from replayssm.models import Decoder, ModelCache, ModelError, ReplayStates, States, StoredStates
 from replayssm.models.decoding import Decoding
 from replayssm.precision import Precision
-
-ARMS = ("stored/torch", "stored/cpu", "stored/triton", "replay/torch", "replay/cpu", "replay/triton")
 
 
 def new_cache(

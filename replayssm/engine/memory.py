@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm.engine.arms import ARMS
+from replayssm.arms import ARMS
 from replayssm.models import Decoder, ModelCache, ModelError, StoredStates, empty_model
 from replayssm.models.prompt import TOKENS_AT_A_TIME
 

@@ -1,0 +1,45 @@
+"""Folders of weights as options name them, and what tells one from another. Standard library and OmegaConf only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.case import MODEL_FIELDS
+from experiments.measure.sources import ROOT
+from experiments.options import ConfigError, get, only, refuse, text
+
+FOLDER = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
+WHOLE_BYTES = 1 << 28
+"""Size of weights up to which all of them are hashed: a model that was trained anew has the same shapes."""
+
+
+def weights_folder(config: Mapping[str, Any]) -> Path:
+    """The folder ``model.path``, from here or from the checkout. Raises ``ConfigError`` where there is none."""
+    only(config, MODEL_FIELDS, "model")
+    if get(config, "model.path", FOLDER) is None:
+        name = get(config, "model.name", "a name")
+        raise ConfigError(f"model={name} ships no weights; accepted: model.path={FOLDER}")
+    asked = text(config, "model.path", FOLDER)
+    folder = next((path for path in (Path(asked), ROOT / asked) if path.is_dir()), None)
+    if folder is None:
+        raise refuse("model.path", asked, FOLDER, "is no folder")
+    return folder.resolve()
+
+
+def digest(folder: Path) -> str:
+    """16 hex digits over configuration and weights; where these are large, over the header and size of each file."""
+    files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
+    whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
+    found = hashlib.sha256()
+    for file in files:
+        if whole:
+            found.update(file.name.encode() + file.read_bytes())
+            continue
+        with open(file, "rb") as opened:
+            length = 1 << 20 if file.suffix == ".json" else min(1 << 26, 8 + int.from_bytes(opened.read(8), "little"))
+            opened.seek(0)
+            found.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(length))
+    return found.hexdigest()[:16]
