@@ -43,7 +43,7 @@ def build(evidence: Evidence, out: Path) -> pd.DataFrame:
         (out / name).unlink(missing_ok=True)
     tables.write(found | {"claims": table}, out / "tables")
     drawn = figures.draw(found, published.read(paper / "published.csv"), out / "figures")
-    page = report.render(found, table, drawn, out / "figures")
+    page = report.render(found, table, drawn)
     (out / "report").mkdir(parents=True, exist_ok=True)
     (out / "report" / "index.html").write_text(page, encoding="utf-8")
     return table

@@ -1,10 +1,13 @@
-"""One static HTML page, without scripts or links to other hosts: claims, figures, tables, exclusions, devices."""
+"""One static HTML page, without scripts or links to other hosts: claims, figures, tables, exclusions, devices.
+
+Figures are the files of ``../figures``, which lie in the same results folder: a page that held them too would be three
+times as large and hold everything twice. Move or send the folder, not the page alone.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -63,8 +66,8 @@ CAPTIONS = {
 }
 
 
-def render(tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[str], folder: Path) -> str:
-    """The page; ``folder`` holds the figures' SVG files."""
+def render(tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[str]) -> str:
+    """The page; ``figures`` are names of files in ``figures/`` beside its folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -77,19 +80,12 @@ def render(tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[
         devices=sorted(set(devices["device"])),
         tally=[(v, n) for v in VERDICTS if (n := int((claims["verdict"] == v).sum()))],
         claims=[(g, rows.to_dict("records")) for g, rows in claims.groupby("group", sort=False)],
-        figures=[_figure(name, folder) for name in figures],
+        figures=[{"name": name, "caption": CAPTIONS[name]} for name in figures],
         tables=[_table(title, tables[name]) for title, name in TABLES if name in ALWAYS or len(tables[name])],
         left_out=[_table("Failures", tables["failures"]), _table("Exclusions", tables["exclusions"])],
         device_table=_table("Devices and versions", devices),
         table_block=lambda table: Markup(block.render(table=table)),
     )
-
-
-def _figure(name: str, folder: Path) -> dict[str, str]:
-    # Percent-encoded where a URI between double quotes needs it, which takes a quarter less than base64.
-    svg = (folder / f"{name}.svg").read_text(encoding="utf-8").replace('"', "'").replace("\n", " ")
-    data = Markup(quote(svg, safe=" !$'()*+,-./:;=>?@[]^_`{|}~"))
-    return {"caption": CAPTIONS[name], "data": data}
 
 
 def _table(title: str, frame: pd.DataFrame) -> dict[str, Any]:

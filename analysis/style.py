@@ -7,7 +7,9 @@ grey.
 
 from __future__ import annotations
 
+import io
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import published
+from analysis.svg import compact
 
 INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -186,7 +189,9 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``name.svg`` and ``name.png`` without dates or versions, and close the figure."""
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    svg.write_text(compact(drawn.getvalue(), f"f{zlib.crc32(name.encode()):x}"[:5]), encoding="utf-8")
     figure.savefig(png, metadata={"Software": None})
     plt.close(figure)
     return [svg, png]

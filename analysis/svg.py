@@ -1,0 +1,30 @@
+"""Matplotlib's SVG in two thirds of its bytes: the same picture to a hundredth of a point.
+
+Left out are comments, metadata, indentation, ids that nothing refers to and decimals that no eye sees. Ids become
+short and begin with ``prefix``, so that several figures may stand in one page, as in a notebook.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"(?<![\w#.-])-?\d+\.\d{3,}(?![\w.])")
+_LEFT_OUT = re.compile(r"<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
+_REFERENCE = re.compile(r'(?<=url\(#)[^)]+|(?<=href="#)[^"]+')
+_ID = re.compile(r' id="([^"]+)"')
+_MOVED = re.compile(r' transform="translate\((-?[\d.]+) 0\)"/>')
+
+
+def compact(svg: str, prefix: str) -> str:
+    """The figure ``svg`` as matplotlib writes it, made small. The same text and prefix give the same text."""
+    plain = _NUMBER.sub(_rounded, _LEFT_OUT.sub("", svg))
+    names = {old: f"{prefix}{count}" for count, old in enumerate(dict.fromkeys(_REFERENCE.findall(plain)))}
+    plain = _REFERENCE.sub(lambda found: names[found[0]], plain)
+    plain = _ID.sub(lambda found: f' id="{names[found[1]]}"' if found[1] in names else "", plain)
+    return re.sub(r"\s*\n\s*", "\n", _MOVED.sub(r' x="\1"/>', plain))
+
+
+def _rounded(found: re.Match[str]) -> str:
+    """To a hundredth; below one, as scales are, to four digits."""
+    number = float(found[0])
+    return f"{round(number, 2) if abs(number) >= 1 else float(f'{number:.4g}'):.6g}"
