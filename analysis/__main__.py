@@ -25,7 +25,7 @@ from analysis.load import Evidence, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-KINDS = {"tables": (".csv", ".md"), "figures": (".svg", ".png"), "report": (".html",)}
+KINDS = {"tables": (".csv", ".md", ".tex"), "figures": (".svg", ".png"), "report": (".html",)}
 """Folder of outputs -> the kinds of files that are written there."""
 NAMES = {"tables": (*tables.NAMES, "claims"), "figures": figures.NAMES, "report": ("index",)}
 OWN = {f"{folder}/{name}{kind}" for folder, names in NAMES.items() for name in names for kind in KINDS[folder]}
@@ -34,8 +34,9 @@ ONE_LEVEL = 1.5 / 255
 """Most that a channel of a pixel may differ: rounding, when an image was drawn by another build of its libraries."""
 
 
-def build(evidence: Evidence, out: Path) -> pd.DataFrame:
-    """Rebuild every output below ``out``, removing its own older ones first; returns the claims table."""
+def build(evidence: Evidence, out: Path, linked: bool) -> pd.DataFrame:
+    """Rebuild every output below ``out``, removing its own older ones first; returns the claims table. ``linked``: the
+    report may refer to the records as a folder beside its own."""
     found = tables.build(evidence)
     paper = RESULTS / "paper"
     table = claims.evaluate(claims.read(paper / "claims.toml"), found, evidence, ROOT)
@@ -43,7 +44,7 @@ def build(evidence: Evidence, out: Path) -> pd.DataFrame:
         (out / name).unlink(missing_ok=True)
     tables.write(found | {"claims": table}, out / "tables")
     drawn = figures.draw(found, published.read(paper / "published.csv"), out / "figures")
-    page = report.render(found, table, drawn)
+    page = report.render(found, table, drawn, evidence, linked)
     (out / "report").mkdir(parents=True, exist_ok=True)
     (out / "report" / "index.html").write_text(page, encoding="utf-8")
     return table
@@ -95,15 +96,16 @@ def _run(options: argparse.Namespace) -> int:
             return _refuse(f"--records={folder} is no folder; accepted: folders of *.jsonl files")
     if not options.out.strip():
         return _refuse("--out= is no folder; accepted: a folder, which is created")
-    out = Path(options.out)
+    folders, out = options.records or [RESULTS / "records"], Path(options.out)
     try:
-        evidence = load([Path(folder) for folder in options.records or [RESULTS / "records"]])
+        evidence = load([Path(folder) for folder in folders])
     except OSError as error:
         return _refuse(f"--records: {error.filename} cannot be read: {error.strerror}; accepted: readable files")
+    linked = [Path(folder).resolve() for folder in folders] == [(out / "records").resolve()]
     if options.check:
-        return _check(evidence, out)
+        return _check(evidence, out, linked)
     try:
-        table = build(evidence, out)
+        table = build(evidence, out, linked)
     except OSError as error:
         told = f"{error.filename}: {error.strerror}"
         return _refuse(f"--out={options.out} cannot be written ({told}); accepted: a folder that can be written")
@@ -111,9 +113,9 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(evidence: Evidence, out: Path) -> int:
+def _check(evidence: Evidence, out: Path, linked: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        build(evidence, Path(folder))
+        build(evidence, Path(folder), linked)
         lines = differences(Path(folder), out)
     for line in lines:
         print(line, file=sys.stderr)

@@ -193,6 +193,7 @@ def _about(record: AccuracyRecord, labels: dict[str, str]) -> dict[str, Any]:
     prefill = task.get("prefill")
     name = str(record.device["name"])
     return {
+        "groups": record.case_hash,
         "device": labels.get(name, name),
         "model": case.get("model"),
         "task": task.get("name"),

@@ -115,7 +115,7 @@ def replay_records(question: Question) -> tuple[list[Record], list[Record]]:
 
 def as_rows(records: Iterable[Record]) -> list[Any]:
     """Records with the attributes of table rows that this module reads."""
-    return [SimpleNamespace(**describe(r) | {"device": device_label(r)}) for r in records]
+    return [SimpleNamespace(**describe(r) | {"device": device_label(r), "groups": r.group}) for r in records]
 
 
 def nearest_device(rows: list[Any]) -> list[Any]:

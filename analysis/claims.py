@@ -19,7 +19,7 @@ from analysis.bearing import Question
 from analysis.load import Evidence
 
 COLUMNS = ["group", "id", "statement", "paper", "unit", "ours", "verdict", "differed", "note"]
-COLUMNS += ["hardware", "models", "batch", "setting", "source", "evidence", "analogue", "command"]
+COLUMNS += ["hardware", "models", "batch", "setting", "source", "evidence", "analogue", "command", "records"]
 TEXT_FIELDS = ("id", "group", "statement", "paper", "unit", "hardware", "models", "batch", "setting", "source")
 TEXT_FIELDS += ("evidence", "analogue", "experiment", "command", "rule")
 
@@ -66,7 +66,8 @@ def read(path: Path) -> list[Claim]:
 
 
 def evaluate(claims: list[Claim], tables: dict[str, pd.DataFrame], evidence: Evidence, root: Path) -> pd.DataFrame:
-    """One row a claim. ``root`` is the repository, in which a claim's experiment exists or not."""
+    """One row a claim; ``records`` are the files that hold its evidence. ``root`` is the repository, in which a claim's
+    experiment exists or not."""
     rows = []
     for claim in claims:
         finding = rules.RULES[claim.rule](Question(claim.parameters, tables, evidence, claim.analogue))
@@ -75,5 +76,7 @@ def evaluate(claims: list[Claim], tables: dict[str, pd.DataFrame], evidence: Evi
             note = f"experiments.{claim.experiment} is not part of this version yet"
         if claim.rule == "outside":
             note = claim.evidence
-        rows.append({f: getattr(claim, f) for f in COLUMNS if hasattr(claim, f)} | vars(finding) | {"note": note})
+        files = {name for row in finding.rows for group in row.groups.split() for name in evidence.files.get(group, ())}
+        told = {"note": note, "records": ", ".join(sorted(files))}
+        rows.append({f: getattr(claim, f) for f in COLUMNS if hasattr(claim, f)} | vars(finding) | told)
     return pd.DataFrame(rows, columns=COLUMNS)

@@ -48,6 +48,7 @@ def _row(by_depth: dict[int, list[Record]], labels: dict[str, str]) -> dict[str,
     slope, fixed = np.polyfit(parts, [steps[depth] for depth in parts], 1)
     whole, measured = slope * total + fixed, steps.get(total)
     return case_columns(first, labels) | {
+        "groups": " ".join(sorted({r.group for records in by_depth.values() for r in records})),
         "context": value(first, "context"),
         "depths": ", ".join(map(str, parts)),
         "block_ms": digits(slope),

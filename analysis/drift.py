@@ -66,8 +66,7 @@ def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[d
     """Rows of each of the tables in `COLUMNS`; ``labels`` are the devices' names in tables."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in COLUMNS}
     for arms in _settings([r for r in records if r.experiment == LAYER]):
-        first = _first(arms)
-        setting = _setting(first, labels[str(first.device["name"])], len(next(iter(arms.values()))))
+        setting = _setting(arms, labels)
         for _, own in sorted(arms.items()):
             found["layer_drift"].append(_rounded(setting | _arm(own[0]) | _layer_row(own)))
         found["layer_ratios"] += [
@@ -76,8 +75,7 @@ def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[d
             if one in arms and other in arms
         ]
     for arms in _settings([r for r in records if r.experiment != LAYER]):
-        first = _first(arms)
-        setting = _setting(first, labels[str(first.device["name"])], len(next(iter(arms.values()))))
+        setting = _setting(arms, labels)
         for name, own in sorted(arms.items()):
             found["drift_kl"].append(_rounded(setting | _arm(own[0]) | _kl_row(own, arms)))
             if name not in (*MAIN, FLOOR):
@@ -120,17 +118,19 @@ def _any(groups: dict[str, Arms]) -> DriftRecord:
     return _first(next(iter(groups.values())))
 
 
-def _setting(record: DriftRecord, device: str, documents: int) -> dict[str, Any]:
+def _setting(arms: Arms, labels: dict[str, str]) -> dict[str, Any]:
+    record = _first(arms)
     case = record.case
     source = case["documents"] if case["documents"] in SOURCES else "a folder"
     return {
-        "device": device,
+        "groups": " ".join(sorted({r.group for records in arms.values() for r in records})),
+        "device": labels[str(record.device["name"])],
         "device_kind": record.device.get("kind"),
         "model": case["model"],
         "family": case["family"],
         "inputs": case["inputs"],
         "source": source,
-        "documents": documents,
+        "documents": len(next(iter(arms.values()))),
         "tokens": case["tokens"],
     }
 

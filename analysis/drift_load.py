@@ -20,16 +20,19 @@ LAYER_NOISE = 1e-9
 """Of one layer, most mean squared relative error of their outputs."""
 
 
-def load(folders: Sequence[Path], exclusions: list[Exclusion]) -> list[DriftRecord]:
-    """The records of all complete groups that passed, of each case, device and set of arms the newest."""
+def load(folders: Sequence[Path], exclusions: list[Exclusion], files: dict[str, set[str]]) -> list[DriftRecord]:
+    """The records of all complete groups that passed, of each case, device and set of arms the newest; what is left out
+    goes to ``exclusions``, the files of each group to ``files``, whose values begin empty."""
     groups: dict[str, dict[str, tuple[DriftRecord, str]]] = defaultdict(dict)
     for folder in folders:
         for path, index, line in read_lines(folder):
             if line is not None and is_drift(line):
-                where = f"{path.relative_to(folder).as_posix()}:{index}"
+                name = path.relative_to(folder).as_posix()
+                where = f"{name}:{index}"
                 try:
                     record = DriftRecord.from_json(line)
                     groups[record.group].setdefault(record.to_json(), (record, where))
+                    files[record.group].add(name)
                 except ValueError as error:
                     exclusions.append(Exclusion("line", one_line(error), "", "", where))
     found: list[DriftRecord] = []

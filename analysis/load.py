@@ -54,6 +54,8 @@ class Evidence:
     exclusions: list[Exclusion] = field(default_factory=list)
     accuracy: list[AccuracyRecord] = field(default_factory=list)
     """Of whatever status; `analysis.accuracy` chooses."""
+    files: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Group of records, of accuracy the hash of the case -> files that hold them, below their folder."""
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -85,7 +87,7 @@ def load(folders: Sequence[Path]) -> Evidence:
         else:
             evidence.failures.append(record)
             _exclude(evidence, [(record, where)], [("status", f"{record.status}: {one_line(record.message)}")])
-    evidence.drift = drift_load.load(folders, evidence.exclusions)
+    evidence.drift = drift_load.load(folders, evidence.exclusions, evidence.files)
     evidence.records.sort(key=_order)
     evidence.failures.sort(key=_order)
     evidence.exclusions.sort(key=lambda e: (e.where, e.group, e.arm, e.gate, e.detail))
@@ -156,14 +158,18 @@ def _parsed(folders: Iterable[Path], evidence: Evidence) -> Iterable[Pair]:
     """Records of the timing experiments; those of accuracy go to the evidence."""
     for folder in folders:
         for path, index, line in read_lines(folder):
-            where = f"{path.relative_to(folder).as_posix()}:{index}"
+            name = path.relative_to(folder).as_posix()
+            where = f"{name}:{index}"
             try:
                 if line is None:
                     raise ValueError("torn tail: the last line has no end")
                 if is_accuracy(line):
                     evidence.accuracy.append(AccuracyRecord.from_json(line))
+                    evidence.files[evidence.accuracy[-1].case_hash].add(name)
                 elif not is_drift(line):
-                    yield Record.from_json(line), where
+                    record = Record.from_json(line)
+                    evidence.files[record.group].add(name)
+                    yield record, where
             except ValueError as error:
                 evidence.exclusions.append(Exclusion("line", one_line(error), "", "", where))
 

@@ -11,7 +11,7 @@ No answer about a time rests on one process, on few rounds or on a distance that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +57,14 @@ YES, NO, OPEN = "yes", "no", "open"
 
 @dataclass(frozen=True)
 class Finding:
-    """Our value with its interval, the verdict, what differed from the paper, and a remark."""
+    """Our value with its interval, the verdict, what differed from the paper, a remark, and the evidence."""
 
     ours: str = ""
     verdict: str = NOT_RUN
     differed: str = ""
     note: str = ""
+    rows: Sequence[Any] = ()
+    """What the verdict rests on: rows of tables, or of records."""
 
 
 def kernel_range(question: Question) -> Finding:
@@ -118,7 +120,7 @@ def memory_bound(question: Question) -> Finding:
     intensity = [r.flops_per_byte for r in rows if not pd.isna(r.flops_per_byte)]
     notes = [f"{_span(intensity)} FLOP a byte"] if intensity else []
     notes += doubts + single_phases(question, rows)
-    return Finding(ours, _verdict(answers, rows), differed(rows), "; ".join(notes))
+    return Finding(ours, _verdict(answers, rows), differed(rows), "; ".join(notes), rows)
 
 
 def largest_part(question: Question) -> Finding:
@@ -135,7 +137,7 @@ def largest_part(question: Question) -> Finding:
     answers = [YES if r.context >= context and r.baseline_state_share >= 0.5 else OPEN for r in rows]
     told = [f"{r.baseline_state_share:.2f} at {r.context} tokens ({r.model}, batch {r.batch_size})" for r in rows]
     notes = [f"{r.model}: no longer context run" for r in rows if r.context < context]
-    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), "; ".join(notes))
+    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), "; ".join(notes), rows)
 
 
 def one_write_an_interval(question: Question) -> Finding:
@@ -150,7 +152,7 @@ def one_write_an_interval(question: Question) -> Finding:
     ours += f"; {len(wrong)} records with another count" if wrong else ""
     elsewhere = sorted({r.arm for r in [*records, *wrong] if "cursor" in r.arm_config})
     told = f"; for {', '.join(elsewhere)} by the launch that moves cursors" if elsewhere else ""
-    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), f"counted by the kernels{told}")
+    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), f"counted by the kernels{told}", rows)
 
 
 def float_equality(question: Question) -> Finding:
@@ -175,7 +177,7 @@ def float_equality(question: Question) -> Finding:
     parts += [f"{len(wrong)} records above their budget"] if wrong else []
     difference = f"{differed(rows)}; data: random inputs, not a model's".lstrip("; ")
     note = "against float64" + (f"; left out, judged by budgets of their own: {', '.join(looser)}" if looser else "")
-    return Finding("; ".join(parts), AGAINST if wrong else SUPPORTED, difference, note)
+    return Finding("; ".join(parts), AGAINST if wrong else SUPPORTED, difference, note, rows)
 
 
 def traffic_halved(question: Question) -> Finding:
@@ -185,7 +187,9 @@ def traffic_halved(question: Question) -> Finding:
         return not_run(question)
     shares = [round(1 / r.ideal_bytes, 3) for r in rows]
     answers = [YES if question.parameters["low"] <= s <= question.parameters["high"] else NO for s in shares]
-    return Finding(f"{_span(shares)} of the bytes, ring included", _verdict(answers, rows), differed(rows), COUNTED)
+    return Finding(
+        f"{_span(shares)} of the bytes, ring included", _verdict(answers, rows), differed(rows), COUNTED, rows
+    )
 
 
 def ideal_gain(question: Question) -> Finding:
@@ -204,7 +208,7 @@ def ideal_gain(question: Question) -> Finding:
     note = "; ".join(dict.fromkeys(map(_beyond_bytes, beyond)))
     ideals, measured = [r.ideal_bytes for r in rows], [r.speedup for r in rows]
     ours = f"{_span(ideals)} from bytes; {_span(measured)} measured"
-    return Finding(ours, _verdict(answers, rows), differed(rows), note)
+    return Finding(ours, _verdict(answers, rows), differed(rows), note, rows)
 
 
 def _beyond_bytes(row: Any) -> str:
@@ -227,7 +231,7 @@ def ring_cost(question: Question) -> Finding:
         return not_run(question)
     answers = [YES if 0 < price < 1 else NO for price in prices]
     ours = f"ring: {_span(shares, '.1f')} % of a replay step's bytes, {_span(prices)} of the writes saved"
-    return Finding(f"{ours} ({_families(rows)})", _verdict(answers, rows), differed(rows), COUNTED)
+    return Finding(f"{ours} ({_families(rows)})", _verdict(answers, rows), differed(rows), COUNTED, rows)
 
 
 def low_precision_reads(question: Question) -> Finding:
@@ -245,7 +249,7 @@ def low_precision_reads(question: Question) -> Finding:
     formats = ", ".join(sorted({str(r.state) for r in rows}))
     answers = [YES if share < 1 else NO for share in shares]
     ours = f"{_span(shares)} of the state bytes that fp32 reads ({formats})"
-    return Finding(ours, _verdict(answers, rows), differed(rows), COUNTED)
+    return Finding(ours, _verdict(answers, rows), differed(rows), COUNTED, rows)
 
 
 def drift_ratio(question: Question) -> Finding:
@@ -295,7 +299,7 @@ def _drift(question: Question, rows: list[Any], answers: list[str], told: list[s
     models, texts = (", ".join(sorted({str(getattr(r, name)) for r in rows})) for name in ("model", "source"))
     cards = ", ".join(sorted({str(r.device) for r in rows}))
     difference = f"model: {models}; text: {texts}, not PG-19; card: {cards}"
-    return Finding("; ".join(told), _verdict(answers, rows), difference, "; ".join(notes))
+    return Finding("; ".join(told), _verdict(answers, rows), difference, "; ".join(notes), rows)
 
 
 def _interval(row: Any, estimate: float, low: float | None, high: float | None) -> str:
@@ -317,7 +321,7 @@ def _accuracy(question: Question, ours: str, rows: list[Any], answers: list[str]
     if not rows:
         return not_run(question)
     verdict = SUPPORTED if set(answers) == {YES} else AGAINST if set(answers) == {NO} else UNCLEAR
-    return Finding(ours, verdict, accuracy_rules.what_differed(rows), note)
+    return Finding(ours, verdict, accuracy_rules.what_differed(rows), note, rows)
 
 
 def not_run(question: Question) -> Finding:
@@ -388,7 +392,7 @@ def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str])
     others = sorted({r.arm for r in rows if r.arm.split("/")[1] not in OWN_BACKENDS})
     kernels = f"kernels: {', '.join(others)}" if others else OWN_KERNELS
     difference = "; ".join(part for part in (differed(rows, batch), kernels) if part)
-    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join(notes))
+    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join(notes), rows)
 
 
 def _verdict(answers: list[str], rows: list[Any], batch: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Every table, as a data frame, CSV and Markdown: speedups, roofs, failures, exclusions, devices."""
+"""Every table, as a data frame, CSV, Markdown and LaTeX: speedups, roofs, failures, exclusions, devices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speedups
-from analysis.cells import CASE, LOUD_AA, case_columns, cells, device_labels, digits
+from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speedups, table_text
+from analysis.cells import CASE, LOUD_AA, Cell, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, number
 from analysis.load import EXPERIMENTS, Evidence, one_line
+from analysis.table_text import GROUPS, latex
 from experiments.measure.record import Record
 
 NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "decode_speedups")
@@ -75,7 +76,7 @@ NOTES = {
 
 
 def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
-    """Every table by name. Empty tables keep their columns."""
+    """Every table by name. Empty tables keep their columns; ``groups`` are those of the records behind a row."""
     labels = device_labels(evidence)
     found, windows, models = (
         cells(r for r in evidence.records if r.experiment == experiment) for experiment in EXPERIMENTS
@@ -102,40 +103,32 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     }
     by_drift = drift.rows(evidence.drift, labels)
     rows |= {name: (by_drift[name], columns) for name, columns in drift.COLUMNS.items()}
+    processes = _processes([*found, *windows, *models])
+    for name, (shown, columns) in rows.items():
+        if name not in ("exclusions", "devices"):
+            columns = [*columns, GROUPS]
+            shown = [{GROUPS: processes.get(str(row.get("group")), row.get("group"))} | row for row in shown]
+        rows[name] = (shown, columns)
     return {name: _frame(*pair) for name, pair in rows.items()}
 
 
+def _processes(cells: list[Cell]) -> dict[str, str]:
+    """Group -> all groups of its cell, whose rows rest on each of them."""
+    return {group: " ".join(sorted(cell)) for cell in cells for group in cell}
+
+
 def write(tables: dict[str, pd.DataFrame], folder: Path) -> None:
-    """Each table as ``<name>.csv`` and ``<name>.md`` in ``folder``, which is created."""
+    """Each table as ``<name>.csv``, ``<name>.md`` and ``<name>.tex`` in ``folder``, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, frame in tables.items():
         frame.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
         (folder / f"{name}.md").write_text(markdown(name, frame), encoding="utf-8")
+        (folder / f"{name}.tex").write_text(latex(name, frame, NOTES.get(name, "")), encoding="utf-8")
 
 
-def markdown(title: str, frame: pd.DataFrame) -> str:
-    """A Markdown table under a heading; columns that are empty in every row are left out, ``NOTES`` stand above it."""
-    shown = shown_columns(frame)
-    lines = [f"# {title.replace('_', ' ')}", ""]
-    lines += [NOTES[title], ""] if title in NOTES else []
-    if not shown:
-        return "\n".join([*lines, "No rows.", ""])
-    rows = [[c.replace("_", " ") for c in shown], ["---"] * len(shown)]
-    rows += [[text(v).replace("|", "\\|") for v in row] for row in frame[shown].itertuples(index=False)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, ""])
-
-
-def shown_columns(frame: pd.DataFrame) -> list[str]:
-    """Columns that hold something in some row."""
-    return [c for c in frame.columns if any(text(cell) for cell in frame[c])]
-
-
-def text(cell: Any) -> str:
-    """A table cell as text; empty for a missing value."""
-    if cell is None or cell is pd.NA or cell != cell:
-        return ""
-    return f"{cell:g}" if isinstance(cell, float) and abs(cell) < 1e6 else str(cell)
+def markdown(name: str, frame: pd.DataFrame) -> str:
+    """A table under a heading, with its ``NOTES``."""
+    return table_text.markdown(name, frame, NOTES.get(name, ""))
 
 
 def _device_rows(evidence: Evidence, labels: dict[str, str]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import analysis.__main__ as command
 from analysis import figures, published, style, tables
 from analysis.__main__ import differences, main
 from analysis.load import load
+from analysis.sections import CAPTIONS, SECTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,7 +70,7 @@ def check(folder, out=None):
 
 
 def test_everything_is_written(built):
-    expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md")}
+    expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md", "tex")}
     expected |= {f"figures/{f}.{s}" for f in figures.NAMES for s in ("svg", "png")} | {"report/index.html"}
     assert set(contents(built / "out")) == expected == command.OWN
 
@@ -80,9 +81,12 @@ def test_the_same_records_in_another_order_give_the_same_bytes(built, tmp_path):
     write(tmp_path / "records" / "deeper", *groups[-2::-2], name="a")
     assert main(["--records", str(tmp_path / "records"), "--out", str(tmp_path / "out")]) == 0
     one, two = contents(built / "out"), contents(tmp_path / "out")
-    # where a record lay is the only thing that may differ, and is said only of exclusions
+    # where a record lay is the only thing that may differ, and is said only of exclusions and of the evidence of claims
     changed = {name for name in one if one[name] != two[name]}
-    assert changed <= {"tables/exclusions.csv", "tables/exclusions.md", "report/index.html"}
+    told = {f"tables/{table}.{kind}" for table in ("exclusions", "claims") for kind in ("csv", "md", "tex")}
+    assert changed <= {*told, "report/index.html"}
+    claims = [pd.read_csv(folder / "out/tables/claims.csv") for folder in (built, tmp_path)]
+    assert claims[0].drop(columns="records").equals(claims[1].drop(columns="records"))
 
 
 def test_check_accepts_what_was_built(built, capsys):
@@ -209,7 +213,7 @@ def test_a_records_folder_that_is_none_is_refused_in_one_line(tmp_path, capsys):
 def test_folders_that_cannot_be_used_are_refused_in_one_line(tmp_path, capsys, monkeypatch, options, line):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "build", lambda evidence, out: tables.write({}, out))
+    monkeypatch.setattr(command, "build", lambda evidence, out, linked: tables.write({}, out))
     assert main([o.format(file=tmp_path / "file") for o in options]) == 2
     assert re.fullmatch(line + "\n", capsys.readouterr().err)
 
@@ -267,12 +271,28 @@ def test_the_report_needs_nothing_but_its_folder_and_shows_what_matters(built):
     assert set(re.findall(r'<img [^>]*src="\.\./figures/(\w+)\.svg"', page)) == set(figures.NAMES)
     assert page.count("<img") == len(figures.NAMES)
     assert not re.search(r'(src|href)="(https?:)?//', page)
-    assert "<script" not in page
-    places = [page.index(f'id="{name}"') for name in ("claims", "figures", "tables", "left-out", "devices")]
+    assert "<script src" not in page
+    sections = [section.name for section in SECTIONS]
+    places = [page.index(f'id="{name}"') for name in ("claims", *sections, "left-out", "devices")]
     assert places == sorted(places)
     parts = ("supported on an analogue", "FASTER", "the arm ended with oom", "prefers-color-scheme", "torch 2.13.0")
     for part in parts:
         assert part in page
+
+
+def test_every_figure_and_table_has_its_place_in_the_report():
+    shown = [name for section in SECTIONS for name in section.figures]
+    assert sorted(shown) == sorted(figures.NAMES) == sorted(CAPTIONS)
+    shown = [name for section in SECTIONS for _, name in section.tables]
+    assert sorted([*shown, "failures", "exclusions", "devices"]) == sorted(tables.NAMES)
+
+
+def test_a_claim_names_the_files_of_its_evidence(built):
+    claims = pd.read_csv(built / "out/tables/claims.csv", keep_default_na=False).set_index("id")
+    assert claims.loc["kernel-range", "records"] == "records.jsonl"
+    ran = claims["verdict"].str.contains("analogue")
+    assert set(claims.loc[ran, "records"]) == {"records.jsonl"}
+    assert set(claims.loc[~ran, "records"]) == {""}
 
 
 def test_a_message_cannot_inject_markup(tmp_path):

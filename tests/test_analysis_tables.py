@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from records import ARMS, COPIES, READ, RMW, case, group, traffic, write
 
-from analysis import tables
+from analysis import table_text, tables
 from analysis.cells import strongest
 from analysis.load import load
 
@@ -160,6 +160,30 @@ def test_tables_are_written_as_csv_and_markdown(tmp_path):
     assert again["batch_size"].dtype.kind == "i"
     assert "| FASTER |" in (tmp_path / "out" / "kernel_speedups.md").read_text()
     assert "No rows." in (tmp_path / "out" / "failures.md").read_text()
+
+
+def test_latex_is_escaped_and_complete():
+    frame = pd.DataFrame({"an_arm": ["[a|b]_1", "c & d\n50 %"], "step_us": [1.5, None]})
+    lines = table_text.latex("some_table", frame, "Less < 2^3.").splitlines()
+    assert lines[1] == r"\begin{longtable}{ll}"
+    assert lines[2] == r"\caption{some table. Less \textless{} 2\textasciicircum{}3.} \\"
+    assert r"an arm & step us \\" in lines
+    assert r"{[}a\textbar{}b]\_1 & 1.5 \\" in lines
+    assert r"c \& d 50 \% &  \\" in lines
+    assert lines[-2:] == [r"\end{longtable}", r"\endgroup"]
+
+
+def test_what_all_rows_share_is_said_once():
+    frame = pd.DataFrame({"device": ["GPU"] * 3, "batch_size": [1, 8, 64], "empty": None, "groups": ["a", "b", "c"]})
+    assert table_text.parts(frame) == ({"device": "GPU"}, ["batch size"], [["1"], ["8"], ["64"]])
+    assert "All rows: device GPU.\n\n| batch size |" in table_text.markdown("t", frame)
+    assert "| GPU | 1 |" in table_text.markdown("t", frame[:1])
+
+
+def test_rows_name_the_groups_of_all_their_processes(tmp_path):
+    groups = processes()
+    found = row(built(tmp_path, *groups)["kernel_speedups"], "replay/cpu")
+    assert found["groups"].split() == sorted(records[0].group for records in groups)
 
 
 def test_markdown_escapes_a_bar():
