@@ -146,7 +146,15 @@ def remarks(record: Record) -> list[str]:
         found.append("machine busy")
     if record.timing_used.get("phases_fault"):
         found.append("not timed by ring length: it failed")
-    return found + _silent(record) + _capped(record)
+    return found + _waited(record) + _silent(record) + _capped(record)
+
+
+def _waited(record: Record) -> list[str]:
+    """A host that launches too slowly is part of what was measured."""
+    waits = record.decode.get("host_waits")  # older records lack it
+    counts = [n for pair in waits if isinstance(pair, list) for n in pair] if isinstance(waits, list) else []
+    total = sum(n for n in counts if isinstance(n, int))
+    return [f"the GPU waited for {total:,} launches"] if total else []
 
 
 def _silent(record: Record) -> list[str]:

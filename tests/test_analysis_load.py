@@ -328,9 +328,10 @@ def test_a_forged_verdict_of_a_correctness_block_is_refused(tmp_path):
 
 
 def test_remarks_flag_and_do_not_exclude(tmp_path):
-    changed = edit(group(), code={"dirty": True}, timing_used={"warmup_settled": False})
+    waits = {"host_waits": [[0, 2], [1, 0]]}
+    changed = edit(group(), code={"dirty": True}, timing_used={"warmup_settled": False}, decode=waits)
     frame = load([write(tmp_path, changed)]).frame
-    assert set(frame["remarks"]) == {"uncommitted code; warm-up not settled"}
+    assert set(frame["remarks"]) == {"uncommitted code; warm-up not settled; the GPU waited for 3 launches"}
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,11 @@ class StandIn(devices.Cuda):
     def repeated(self, run: devices.Run) -> devices.Run:
         return run
 
-    def elapsed_ns(self, run: devices.Run, last: devices.Run | None = None) -> int:
+    def elapsed_ns(self, run: devices.Run) -> int:
         if self.lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
         start = time.perf_counter_ns()
         run()
-        if last is not None:
-            last()
         return time.perf_counter_ns() - start
 
     def works(self) -> bool:
@@ -288,13 +286,13 @@ def test_an_arm_that_fails_at_one_ring_length_keeps_its_whole_cycles(
 
 
 class Queue:
-    """A GPU that waits as long as it is told to, and needs ``needed`` cycles of its clock to be told all of it; of
-    what is recorded it has then come as far as the first ``reached``.
+    """A GPU that waits as long as it is told to, and needs ``needed`` cycles of its clock to be told all of it. It has
+    ended launches ``ended`` when the next ones are queued.
     """
 
     def __init__(self, needed: int) -> None:
         self.needed, self.waits, self.runs = needed, [], 0
-        self.reached, self.recorded = 3, []
+        self.ended: set[int] = set()
 
     def sleep(self, cycles: int) -> None:
         self.waits.append(cycles)
@@ -304,8 +302,8 @@ class Queue:
 
     def event(self, enable_timing: bool) -> Any:
         made = types.SimpleNamespace(synchronize=lambda: None, elapsed_time=lambda end: 0.001 * self.waits[-1])
-        made.record = lambda: self.recorded.append(made)
-        made.query = lambda: self.waits[-1] < self.needed and made in self.recorded[-3:][: self.reached]
+        made.record = lambda: setattr(made, "behind", self.runs)
+        made.query = lambda: self.waits[-1] < self.needed or made.behind in self.ended
         return made
 
 
@@ -338,15 +336,13 @@ def test_what_waits_for_the_gpu_itself_is_refused_and_spoils_nobody_else_s_wait(
     assert device.elapsed_ns(queue.run) == FIRST * 1000
 
 
-@pytest.mark.parametrize("queue", [devices.LONGEST_SPIN_CYCLES * 2], indirect=True)
-def test_of_more_than_a_queue_holds_the_last_must_not_have_begun(queue: Queue) -> None:
-    device, last = devices.Cuda(), []
-    queue.reached = 1
-    assert device.elapsed_ns(queue.run, lambda: last.append(queue.runs)) == FIRST * 1000
-    assert last == [1]
-    queue.reached = 2
-    with pytest.raises(RuntimeError, match="launches are not queued"):
-        device.elapsed_ns(queue.run, lambda: None)
+@pytest.mark.parametrize("queue", [0], indirect=True)
+def test_launches_that_a_gpu_had_to_wait_for_are_counted(queue: Queue) -> None:
+    device, firsts = devices.Cuda(), []
+    queue.ended = {0, 3, 4, 6}  # after the first part, the third, fourth and last launch
+    elapsed, waits = device.launches_ns(lambda: firsts.append(queue.runs), queue.run, 6)
+    assert (elapsed, waits) == (devices.FIRST_SPIN_CYCLES * 1000, 3)
+    assert (firsts, queue.runs, queue.waits) == ([0], 6, [devices.FIRST_SPIN_CYCLES])
 
 
 @pytest.mark.skipif(GPU, reason="the stand-in takes samples again at will")

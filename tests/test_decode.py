@@ -62,6 +62,16 @@ def session(family: str, arm: str, *options: str) -> Session:
     return Session(of, model, arm, set(range(model.state_layers)))
 
 
+def test_a_long_past_of_random_weights_is_random_beyond_its_first_chunk_and_the_same_for_all_rows_and_arms() -> None:
+    stored, replay = (session("mamba2", f"{kind}/torch", "context=300") for kind in ("stored", "replay"))
+    for name in ("keys", "values"):
+        memory = getattr(stored.cache, name)
+        assert memory[:, 0, :, :300].std(dim=-1).min() > 0
+        assert torch.equal(memory, memory[:, :1].expand_as(memory)) and torch.equal(memory, getattr(replay.cache, name))
+        assert 0.9 < memory[:, 0, :, 256:300].std() < 1.1
+    assert set(stored.cache.length.tolist()) == {300}
+
+
 @pytest.mark.parametrize(("family", "phase"), [("mamba2", "staggered"), ("gdn", "aligned")])
 def test_all_arms_of_a_case_are_recorded(family: str, phase: str) -> None:
     of = case(family, f"phase={phase}")
@@ -75,6 +85,7 @@ def test_all_arms_of_a_case_are_recorded(family: str, phase: str) -> None:
         assert len(record.samples_ns) == of.timing.rounds
         for (ns,), (short, long) in zip(record.samples_ns, record.decode["generations_ns"], strict=True):
             assert ns == long - short > 0
+        assert record.decode["host_waits"] == [[0, 0]] * of.timing.rounds
         assert record.decode["state_share"] > 0
         memory = record.decode["memory"]
         assert 0 < record.layers_memory_bytes <= memory["keys_values"] + memory["conv"] + memory["states"]

@@ -36,7 +36,8 @@ MEMORY_SHARE = 0.9
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
 TRACED_CYCLES = 4
 PRODUCTS = "products"
-FORCED, GREEDY = "random, all arms forced on one stream of tokens", "checkpoint, greedy"
+FORCED = f"random, all arms forced on one stream of tokens; keys and values beyond token {CHUNK} random"
+GREEDY = "checkpoint, greedy"
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Arm:
     trace: Trace | None = None
     generations_ns: list[list[int]] = field(default_factory=list)
     """Short and long, by round."""
+    host_waits: list[list[int]] = field(default_factory=list)
+    """Steps of them that the device had to wait for, by round."""
     state_ns: list[int] = field(default_factory=list)
     memory_bytes: int = 0
 
@@ -217,7 +220,7 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
     case, device = group.case, devices.of(group.case)
     assert isinstance(case, DecodeCase)
     short, long = case.interval_length, case.interval_length + case.steps
-    kept: dict[str, list[tuple[int, int, int]]] = {}
+    kept: dict[str, list[tuple[list[int], list[int], int]]] = {}
 
     def elapsed_ns(participant: Any) -> int:
         """Of the products; or the difference of an arm's two generations, its other times being kept."""
@@ -225,11 +228,12 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
             return device.elapsed_ns(participant)
         name, arm = participant
         lengths = (short, long) if len(kept.get(name, ())) % 2 else (long, short)
-        found = {length: device.elapsed_ns(*arm.session.generate(length)) for length in lengths}
-        kept.setdefault(name, []).append((found[short], found[long], device.elapsed_ns(arm.state_steps)))
-        if found[long] <= found[short]:
+        found = {n: device.launches_ns(arm.session.restart, lambda: arm.session.run(1), n) for n in lengths}
+        elapsed, waits = ([found[n][part] for n in (short, long)] for part in (0, 1))
+        kept.setdefault(name, []).append((elapsed, waits, device.elapsed_ns(arm.state_steps)))
+        if elapsed[1] <= elapsed[0]:
             raise RuntimeError(f"{long} tokens took no longer than {short}: steps={case.steps} is too few to be timed")
-        return found[long] - found[short]
+        return elapsed[1] - elapsed[0]
 
     participants: dict[str, Any] = {arm.name: (arm.name, arm) for arm in arms}
     participants[PRODUCTS] = device.repeated(products(model, case.batch_size))
@@ -252,7 +256,8 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
     )
     group.states = [state for state in states if state]
     for arm in arms:
-        arm.generations_ns = [[short_ns, long_ns] for short_ns, long_ns, _ in kept[arm.name]]
+        arm.generations_ns = [elapsed for elapsed, *_ in kept[arm.name]]
+        arm.host_waits = [waits for _, waits, _ in kept[arm.name]]
         arm.state_ns = [ns for *_, ns in kept[arm.name]]
     return {
         "samples": samples.elapsed_ns,
@@ -337,6 +342,7 @@ def _record(
         "state_step_ns": state_step_ns,
         "state_share": state_step_ns / step_ns,
         "generations_ns": arm.generations_ns,
+        "host_waits": arm.host_waits,
         "state_cycles_ns": arm.state_ns,
         "memory": asdict(memory),
     }

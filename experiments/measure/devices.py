@@ -24,6 +24,8 @@ SPIN_CYCLES, LONGEST_SPIN_CYCLES = 2_000_000, 512_000_000
 """About 1 ms that the GPU waits before a sample, so that its launches are queued before the first one runs; and a
 quarter of a second, what launching a graph may take at most. `Cuda.elapsed_ns` finds what is enough.
 """
+FIRST_SPIN_CYCLES = 40_000_000
+"""About 20 ms that the GPU waits before many launches: the host is then some of them ahead of it."""
 
 
 class Cpu:
@@ -71,9 +73,19 @@ class Cpu:
     def repeated(self, run: Run) -> Run:
         return run
 
-    def elapsed_ns(self, run: Run, last: Run | None = None) -> int:
-        """Of ``run`` and, where there is one, of ``last`` behind it."""
-        return host_elapsed_ns(run if last is None else lambda: (run(), last()))
+    def elapsed_ns(self, run: Run) -> int:
+        return host_elapsed_ns(run)
+
+    def launches_ns(self, first: Run, launch: Run, count: int) -> tuple[int, int]:
+        """``(ns, waits)`` of ``first`` and ``count`` times ``launch`` behind it; ``waits`` counts launches that the
+        device had to wait for, having nothing left to do. A host that is the device itself waits for none."""
+
+        def run() -> None:
+            first()
+            for _ in range(count):
+                launch()
+
+        return host_elapsed_ns(run), 0
 
     def works(self) -> bool:
         """False where PyTorch finds no such device, and after an error that no later call of this process survives."""
@@ -130,22 +142,18 @@ class Cuda(Cpu):
     def repeated(self, run: Run) -> Run:
         return captured(run)
 
-    def elapsed_ns(self, run: Run, last: Run | None = None) -> int:
+    def elapsed_ns(self, run: Run) -> int:
         """No work of the host lies inside: the GPU waits while everything is queued, and where it has begun before
         that, as with a graph of thousands of kernels, the wait of this case doubles and the sample is taken again.
-        A queue holds some ten thousand kernels: of more, the GPU may begin the first, but not those of ``last``, before
-        all are queued. Raises ``RuntimeError`` if no wait is long enough.
+        Raises ``RuntimeError`` if no wait is long enough.
         """
         while self.spin_cycles <= LONGEST_SPIN_CYCLES:
-            start, near, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(self.spin_cycles)
             start.record()
             run()
-            near.record()
-            if last is not None:
-                last()
             end.record()
-            begun = (start if last is None else near).query()
+            begun = start.query()
             end.synchronize()
             if not begun:
                 return round(start.elapsed_time(end) * 1e6)
@@ -153,6 +161,22 @@ class Cuda(Cpu):
             self.spin_cycles *= 2
         self.spin_cycles = SPIN_CYCLES
         raise RuntimeError(f"launches are not queued within {LONGEST_SPIN_CYCLES:,} cycles of the GPU's clock")
+
+    def launches_ns(self, first: Run, launch: Run, count: int) -> tuple[int, int]:
+        """More than a queue of some ten thousand kernels holds, so that the host queues while the GPU works: it waits
+        for a launch that is queued when all before it has ended."""
+        torch.cuda._sleep(FIRST_SPIN_CYCLES)
+        start = before = torch.cuda.Event(enable_timing=True)
+        start.record()
+        first()
+        waits = 0
+        for _ in range(count):
+            launch()
+            waits += before.query()
+            before = torch.cuda.Event(enable_timing=True)
+            before.record()
+        before.synchronize()
+        return round(start.elapsed_time(before) * 1e6), waits
 
     def works(self) -> bool:
         try:

@@ -1,15 +1,15 @@
 """One arm of a decode case, ready to generate: a cache behind the prompt, a step, and a view of what its layers got.
 
-All rows have the same prompt, which is read once; `restart` puts every row behind it again. With random weights the
-tokens that follow are forced, those of a seeded stream, another for each row: all arms then do the same work, and
-experts are chosen as by different requests. With a checkpoint each row goes on with its likeliest token.
+All rows have the same prompt, which is read once; `restart` puts every row behind it again. With random weights only a
+prompt's first tokens are read, whose states are as good as any, and the tokens that follow are forced, those of a
+seeded stream, another for each row: all arms then do the same work, and experts are chosen as by different requests.
+With a checkpoint each row goes on with its likeliest token.
 
 With staggered phases row r has taken r mod L tokens of its stream before the others begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,15 +110,6 @@ class Session:
         self.steps += 1
         return seen
 
-    def generate(self, steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A generation, prompt's end to last token, in two parts: its last flush cycle, and what comes before."""
-
-        def begin() -> None:
-            self.restart()
-            self.run(steps - self.case.interval_length)
-
-        return begin, lambda: self.run(self.case.interval_length)
-
     def state_steps(self) -> devices.Run:
         """A flush cycle of the state-space layers' steps alone, with the inputs of one model step; on a GPU a graph.
         Rows must be restarted afterwards."""
@@ -214,14 +205,18 @@ class Session:
         return self.stream.gather(0, self.taken[None])[0]
 
     def _read_prompt(self) -> None:
-        """Into slot 0; then keys and values of all slots, and what `restart` gives them."""
-        generator = torch.Generator().manual_seed(self.case.seed + 1)
-        prompt = torch.randint(len(self.model.embedding), (1, self.case.context), generator=generator)
+        """Into slot 0; then keys and values of all slots, and what `restart` gives them. With random weights a chunk of
+        the prompt is read, and the keys and values of what a longer one has beyond it are random too."""
+        generator, context = torch.Generator().manual_seed(self.case.seed + 1), self.case.context
+        read = min(context, CHUNK) if self.case.weights == RANDOM else context
+        prompt = torch.randint(len(self.model.embedding), (1, read), generator=generator)
         logits = self.model.prefill(prompt, self.cache, [0], chunk=CHUNK)
         self._first = self.stream[0] if self.case.weights == RANDOM else logits.argmax(-1).expand(len(self.rows))
         self._state, self._conv = self.stored[:, :1].clone(), self.cache.conv[:, :1].clone()
+        beyond = torch.Generator(self.rows.device).manual_seed(self.case.seed + 2)
         for memory in (self.cache.keys, self.cache.values):
-            memory[:, 1:, :, : self.case.context] = memory[:, :1, :, : self.case.context]
+            memory[:, :1, :, read:context].normal_(generator=beyond)
+            memory[:, 1:, :, :context] = memory[:, :1, :, :context]
 
 
 def _stream(case: DecodeCase, vocabulary: int) -> Tensor:
