@@ -20,14 +20,14 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 
-from analysis import claims, figures, published, report, tables, terminal
+from analysis import choose, claims, figures, published, report, tables, terminal
 from analysis.load import Evidence, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 KINDS = {"tables": (".csv", ".md", ".tex"), "figures": (".svg", ".png"), "report": (".html",)}
 """Folder of outputs -> the kinds of files that are written there."""
-NAMES = {"tables": (*tables.NAMES, "claims"), "figures": figures.NAMES, "report": ("index",)}
+NAMES = {"tables": (*tables.NAMES, "claims"), "figures": figures.NAMES, "report": ("index", "choose")}
 OWN = {f"{folder}/{name}{kind}" for folder, names in NAMES.items() for name in names for kind in KINDS[folder]}
 """Every file that this program may write, and so may remove."""
 ONE_LEVEL = 1.5 / 255
@@ -47,6 +47,8 @@ def build(evidence: Evidence, out: Path, linked: bool) -> pd.DataFrame:
     page = report.render(found, table, drawn, evidence, linked)
     (out / "report").mkdir(parents=True, exist_ok=True)
     (out / "report" / "index.html").write_text(page, encoding="utf-8")
+    answers = choose.answers(found, evidence, ROOT / "configs" / "model")
+    (out / "report" / "choose.html").write_text(report.render_choose(answers), encoding="utf-8")
     return table
 
 

@@ -19,6 +19,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from analysis import choose
 from analysis.cells import device_labels
 from analysis.load import Evidence
 from analysis.rules import CANNOT_RUN, NOT_RUN, VERDICTS
@@ -57,6 +58,16 @@ def render(
         left_out=left_out,
         device_table=_table("Devices and versions", "devices", devices),
         table_block=lambda table: Markup(block.render(table=table)),
+    )
+
+
+def render_choose(found: dict[str, Any]) -> str:
+    """The second page, around what `choose.answers` found."""
+    return ENVIRONMENT.get_template("choose.html.j2").render(
+        names=list(found["models"]),
+        **{name: found[name] for name in ("devices", "batches", "contexts", "states")},
+        as_good=choose.AS_GOOD,
+        data=Markup(choose.embedded(found)),
     )
 
 

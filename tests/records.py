@@ -163,6 +163,7 @@ def _of_a_model(record: Record) -> Record:
         return record
     found: dict[str, Any] = {
         "generations_ns": [[1000, 1000 + ns] for (ns,) in record.samples_ns],
+        "memory": {"weights": 8 * 10**9},
         "state_share": 0.75 if record.arm.startswith("stored/") else 0.5,
     }
     if record.arm.startswith("replay/"):

@@ -71,7 +71,10 @@ def check(folder, out=None):
 
 def test_everything_is_written(built):
     expected = {f"tables/{t}.{s}" for t in (*tables.build(load([])), "claims") for s in ("csv", "md", "tex")}
-    expected |= {f"figures/{f}.{s}" for f in figures.NAMES for s in ("svg", "png")} | {"report/index.html"}
+    expected |= {f"figures/{f}.{s}" for f in figures.NAMES for s in ("svg", "png")} | {
+        "report/index.html",
+        "report/choose.html",
+    }
     assert set(contents(built / "out")) == expected == command.OWN
 
 
@@ -256,11 +259,13 @@ def test_the_claims_fit_a_terminal(tmp_path, monkeypatch, capsys, columns):
     assert ("card: 2-core CPU" in "".join(table)) == (columns == 120)
 
 
-def test_analysis_imports_neither_torch_nor_the_library():
+def test_analysis_imports_no_torch_and_of_the_library_the_traffic_model_alone():
     code = "import sys, analysis.__main__; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert not {"torch", "replayssm", "hydra"} & set(loaded)
+    assert not {"torch", "hydra"} & set(loaded)
+    library = ["replayssm", *(f"replayssm.{name}" for name in ("flops", "geometry", "layout", "traffic"))]
+    assert [m for m in loaded if m.split(".")[0] == "replayssm"] == library
     ours = ["experiments", "experiments.measure"]
     ours += [f"experiments.measure.{name}" for name in ("accuracy_record", "drift_record", "record")]
     assert [m for m in loaded if m.split(".")[0] == "experiments"] == ours
