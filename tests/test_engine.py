@@ -3,80 +3,22 @@ chunks, sampling, stop tokens, and the memory that was foretold. Triton's arms a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from engine_models import CAPACITY, GEOMETRIES, by_request, model_of, plainly, prompts, tokens_of
 from torch import Tensor
 
-from replayssm.engine import ARMS, Engine, Request, Sampling, Token, new_cache, predict_memory
+from replayssm.engine import ARMS, WINDOW_ARMS, Engine, Request, Sampling, Token, new_cache, predict_memory
 from replayssm.engine.sampling import Sampler, draw, uniform
-from replayssm.kernels.torch import stored_step
-from replayssm.models import Decoder, ModelError, StoredStates, config_from_geometry, random_model
+from replayssm.models import ModelError, config_from_geometry, random_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-VOCABULARY, CAPACITY = 61, 48
 HOT = Sampling(1.2, top_p=0.9, seed=5)
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "nemotron": {
-        "name": "nemotron_3_tiny",
-        "family": "mamba2",
-        "hidden_size": 32,
-        "pattern": "M-M*-ME",
-        "ssm": {"heads": 4, "groups": 2, "head_dim": 8, "state_dim": 16, "conv_kernel": 4},
-        "attention": {"heads": 4, "kv_heads": 2, "head_dim": 16},
-        "mlp": {"intermediate_size": 40},
-        "moe": {"routed_experts": 4, "top_k": 2, "expert_intermediate": 16, "shared_experts": 1}
-        | {"shared_intermediate": 24, "latent_size": 16},
-        "vocab_size": VOCABULARY,
-    },
-    "qwen": {
-        "name": "qwen3_5_tiny",
-        "family": "gdn",
-        "hidden_size": 32,
-        "num_layers": 4,
-        "full_attention_interval": 2,
-        "ssm": {"heads": 4, "groups": 2, "head_dim": 16, "state_dim": 16, "conv_kernel": 4},
-        "attention": {"heads": 4, "kv_heads": 2, "head_dim": 16, "output_gate": True, "partial_rotary_factor": 0.5},
-        "moe": {"routed_experts": 4, "top_k": 2, "expert_intermediate": 16, "shared_intermediate": 24},
-        "vocab_size": VOCABULARY,
-    },
-}
 MODELS = pytest.mark.parametrize("name", GEOMETRIES)
 CPU_ARMS = [arm for arm in ARMS if not arm.endswith("/triton")]
-
-
-@cache
-def model_of(name: str) -> Decoder:
-    return random_model(config_from_geometry(GEOMETRIES[name]), seed=3, dtype=torch.float32)
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Ragged ones."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 20, (count,), generator=generator).tolist()
-    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-
-
-def plainly(model: Decoder, prompt: Sequence[int], tokens: int) -> list[int]:
-    """Greedy tokens of one prompt by the model's own prompt and decoding, with the stored state in torch."""
-    states = StoredStates(model.geometry, stored_step, slots=1, layers=model.state_layers)
-    kept = model.new_cache(states, slots=1, capacity=CAPACITY)
-    made = [int(model.prefill(torch.tensor([prompt]), kept).argmax())]
-    while len(made) < tokens:
-        made.append(int(model.decode(torch.tensor(made[-1:]), kept).argmax()))
-    return made
-
-
-def by_request(tokens: Any) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = defaultdict(list)
-    for token in tokens:
-        found[token.request].append(token.token)
-    return dict(found)
 
 
 @MODELS
@@ -203,29 +145,22 @@ def test_steps_of_padding_alone_change_nothing(name: str, arm: str) -> None:
 
     def made(padded: bool) -> dict[int, list[int]]:
         engine = Engine(model_of(name), arm, slots=2, capacity=CAPACITY, interval_length=2)
-        tokens = []
-        for token in engine.generate(asked):
-            tokens.append(token)
-            if padded and engine._rows:
-                live = engine._live.clone()
-                engine._live.fill_(-1)
-                engine._steps[False].run(CAPACITY)
-                engine._live.copy_(live)
-        return by_request(tokens)
+        return tokens_of(engine, asked, padded)
 
     assert made(padded=True) == made(padded=False)
 
 
 @MODELS
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [*ARMS, *WINDOW_ARMS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_foretold(name: str, arm: str, dtype: torch.dtype) -> None:
     config = config_from_geometry(GEOMETRIES[name])
     sizes: dict[str, Any] = {"slots": 3, "capacity": 20, "interval_length": 5}
+    sizes["window"] = 3 if arm in WINDOW_ARMS else None
     foretold = predict_memory(config, arm, dtype=dtype, **sizes)
     model = random_model(config, seed=0, dtype=dtype)
     cache = new_cache(model, arm, **sizes)
-    kept = cache.states if arm.startswith("stored/") else cache.states.cache
+    kept = getattr(cache.states, "cache", cache.states)
     states = [t for v in vars(kept).values() for t in (v.values() if isinstance(v, dict) else [v])]
     weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert foretold.weights == sum(weights.values())

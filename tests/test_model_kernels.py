@@ -17,6 +17,7 @@ from replayssm.models.cache import ModelCache, StoredStates
 from replayssm.models.decoding import Decoding
 from replayssm.models.layers import RMSNorm, join, linear, project, rms
 from replayssm.models.qwen3_5 import norm_rotate, rotate
+from replayssm.models.windows import WindowDecoding
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -54,9 +55,10 @@ def test_a_sum_and_its_norm_are_the_plain_ones() -> None:
     close(normed, rms(x + more, 1e-5) * (weight + 1.0))
 
 
-@pytest.mark.parametrize("turned", [4, 12])
-def test_turned_heads_are_the_plain_ones(turned: int) -> None:
-    x, weight, angle = draw(3, 1, 5, 24)[..., :12], draw(12, seed=1), draw(3, 1, 1, turned // 2, seed=2)
+@pytest.mark.parametrize(("turned", "tokens"), [(4, 1), (12, 1), (12, 3)])
+def test_turned_heads_are_the_plain_ones(turned: int, tokens: int) -> None:
+    x, weight = draw(3, tokens, 5, 24)[..., :12], draw(12, seed=1)
+    angle = draw(3, tokens, 1, turned // 2, seed=2)
     rotary = (angle.cos(), angle.sin())
     norm = RMSNorm(12, 1e-6, 1.0).to(DEVICE)
     norm.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -110,6 +112,14 @@ class Past:
         self.cache.length.copy_(torch.tensor([*lengths, 0]))
         return Decoding(self.cache, self.slots, self.cache.capacity)
 
+    def window(self, *lengths: int, tokens: int, accepted: tuple[int, int, int] = (1, 1, 1)) -> WindowDecoding:
+        """As `decoding`; memory of the convolution is drawn anew, as wide as windows need it."""
+        self.cache.window, self.cache.accepted = tokens, torch.tensor([*accepted, 1], device=DEVICE)
+        _, slots, inputs, channels = self.cache.conv.shape
+        self.cache.conv = draw(1, slots, inputs + tokens, channels, seed=12)
+        self.cache.length.copy_(torch.tensor([*lengths, 0]))
+        return WindowDecoding(self.cache, self.slots, self.cache.capacity)
+
 
 @pytest.mark.parametrize("bias", [None, 1])
 def test_a_convolution_step_is_the_plain_one(bias: int | None) -> None:
@@ -136,7 +146,38 @@ def test_attention_is_the_plain_one(
     decoding = past.decoding(*lengths)
     keys, values = past.cache.keys[0].clone(), past.cache.values[0].clone()
     expected = decoding.attend(0, q, k, v)
-    found = attend(q[:, 0], k[:, 0], v[:, 0], keys, values, decoding.length, past.slots)
-    close(found[[0, 2]], expected[[0, 2], 0])
+    found = attend(q, k, v, keys, values, decoding.length, past.slots)
+    close(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(keys, past.cache.keys[0])
     assert torch.equal(values, past.cache.values[0])
+
+
+@pytest.mark.parametrize(("capacity", "lengths"), [(10, (0, 3, 7)), (600, (596, 0, 301))])
+@pytest.mark.parametrize(("queries", "heads", "size", "tokens"), [(2, 2, 12, 3), (6, 1, 16, 2)])
+def test_attention_of_a_window_is_the_plain_one(
+    capacity: int, lengths: tuple[int, int, int], queries: int, heads: int, size: int, tokens: int
+) -> None:
+    past = Past(capacity, heads, size)
+    q = draw(3, tokens, queries, 2 * size)[..., :size]
+    k, v = (draw(3, tokens, heads, size, seed=seed) for seed in (1, 2))
+    window = past.window(*lengths, tokens=tokens)
+    keys, values = past.cache.keys[0].clone(), past.cache.values[0].clone()
+    expected = window.attend(0, q, k, v)
+    close(attend(q, k, v, keys, values, window.length, past.slots)[[0, 2]], expected[[0, 2]])
+    assert torch.equal(keys, past.cache.keys[0])
+    assert torch.equal(values, past.cache.values[0])
+
+
+@pytest.mark.parametrize("bias", [None, 1])
+def test_a_convolution_of_a_window_is_the_plain_one(bias: int | None) -> None:
+    """Behind none, some and all of the last window's tokens."""
+    past, channels, weight = Past(), draw(3, 3, 400)[..., :300], draw(300, 1, 4, seed=1)
+    offset = None if bias is None else draw(300, seed=2)
+    for accepted in ((0, 1, 2), (3, 1, 1)):
+        window = past.window(1, 1, 1, tokens=3, accepted=accepted)
+        ours = past.cache.conv[0].clone()
+        expected = window.convolve(0, channels, weight, offset)
+        found = pointwise.convolve_window(ours, channels, weight, offset, past.slots, window.accepted)
+        close(found[[0, 2]], expected[[0, 2]])
+        assert torch.equal(ours, past.cache.conv[0])
+        past = Past()

@@ -9,21 +9,28 @@ a GPU a step is one CUDA graph, in which nothing waits for the host and nothing 
 a model, its cache and its steps will take before any of it exists.
 """
 
-from replayssm.arms import ARMS
+from replayssm.arms import ARMS, WINDOW_ARMS
 from replayssm.engine.arms import new_cache
 from replayssm.engine.engine import Engine, Request, Token
 from replayssm.engine.memory import Memory, predict_memory
 from replayssm.engine.sampling import Sampling
+from replayssm.engine.speculative import DRAFTERS, SpeculativeEngine, new_drafter
 from replayssm.engine.step import Step
+from replayssm.engine.windows import WindowStep
 
 __all__ = [
     "ARMS",
+    "DRAFTERS",
+    "WINDOW_ARMS",
     "Engine",
     "Memory",
     "Request",
     "Sampling",
+    "SpeculativeEngine",
     "Step",
     "Token",
+    "WindowStep",
     "new_cache",
+    "new_drafter",
     "predict_memory",
 ]

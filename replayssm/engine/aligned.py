@@ -157,7 +157,7 @@ class AlignedArms:
             y = self._flush(cohort, number, part, held) if flushing else self._read(cohort, number, part, held)
             out[cohort.rows].copy_(y)
 
-    def commit(self, slots: Tensor) -> None:
+    def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
         self.token += 1
 
     def state(self, arm: int) -> tuple[Tensor, Tensor]:

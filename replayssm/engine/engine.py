@@ -12,7 +12,7 @@ from torch import Tensor
 from replayssm.engine.arms import new_cache
 from replayssm.engine.sampling import Sampler, Sampling
 from replayssm.engine.step import Step
-from replayssm.models import Decoder, ModelError
+from replayssm.models import Decoder, ModelCache, ModelError
 from replayssm.models.prompt import common_beginning
 from replayssm.precision import Precision
 
@@ -70,21 +70,26 @@ class Engine:
     """By slot."""
 
     def __post_init__(self) -> None:
-        self.cache = new_cache(
-            self.model,
-            self.arm,
-            slots=self.slots,
-            capacity=self.capacity,
-            interval_length=self.interval_length,
-            state_dtype=self.state_dtype,
-            precision=self.precision,
-            seed=self.rounding_seed,
-        )
+        self.cache = self._new_cache()
         device = self.model.embedding.device
         self.sampler = Sampler(self.slots, device)
         self._tokens = torch.zeros(self.slots, dtype=torch.int64, device=device)
         self._live = torch.full((self.slots,), -1, dtype=torch.int64, device=device)
         self._steps = {greedy: self._step(greedy) for greedy in (True, False)}
+
+    def _new_cache(self, ahead: int = 0, window: int | None = None) -> ModelCache:
+        """With room for so many tokens ``ahead`` of a request's last one."""
+        return new_cache(
+            self.model,
+            self.arm,
+            slots=self.slots,
+            capacity=self.capacity + ahead,
+            interval_length=self.interval_length,
+            state_dtype=self.state_dtype,
+            precision=self.precision,
+            seed=self.rounding_seed,
+            window=window,
+        )
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Token]:
         """Tokens of all requests as they come, those of one request in order; requests are numbered from 0.
@@ -126,15 +131,24 @@ class Engine:
         tokens = torch.zeros(len(slots), max(lengths), dtype=torch.int64)
         for row, (_, request) in zip(tokens, taken, strict=True):
             row[: len(request.prompt)] = torch.tensor(request.prompt)
-        shared = min(common_beginning(tokens), min(lengths) - 1) if len(slots) > 1 else 0
-        logits = self.model.prefill(tokens, self.cache, slots, lengths, chunk=self.chunk, shared=shared)
+        logits = self._read(slots, tokens, lengths)
         for slot, (number, request), length in zip(slots, taken, lengths, strict=True):
             self.sampler.start(slot, request.sampling)
             self._rows[slot] = _Row(number, request, length)
         index = torch.tensor(slots, device=self._tokens.device)
         self._tokens[index] = self.sampler.choose(logits, index, greedy=False)
         self._live[index] = index
-        yield from self._emit(slots)
+        self._begin(slots, tokens, lengths)
+        first = self._tokens.tolist()
+        yield from self._emit({slot: [first[slot]] for slot in slots})
+
+    def _read(self, slots: list[int], tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Logits ``[B,vocabulary]`` behind the prompts ``tokens [B,P]``."""
+        shared = min(common_beginning(tokens), min(lengths) - 1) if len(slots) > 1 else 0
+        return self.model.prefill(tokens, self.cache, slots, lengths, chunk=self.chunk, shared=shared)
+
+    def _begin(self, slots: list[int], tokens: Tensor, lengths: list[int]) -> None:
+        """Prompts have been read, and their first tokens chosen."""
 
     def _advance(self) -> Iterator[Token]:
         """One step of all live slots; yields a token of each."""
@@ -142,21 +156,25 @@ class Engine:
         self._steps[greedy](span=1 + max(row.length for row in self._rows.values()))
         for row in self._rows.values():
             row.length += 1
-        yield from self._emit(sorted(self._rows))
+        tokens = self._tokens.tolist()
+        yield from self._emit({slot: [tokens[slot]] for slot in sorted(self._rows)})
 
-    def _emit(self, slots: Sequence[int]) -> Iterator[Token]:
-        """The tokens that ``slots`` have got; those that are finished are given up before anybody sees one."""
-        tokens, emitted = self._tokens.tolist(), []
-        for slot in slots:
-            row, token = self._rows[slot], tokens[slot]
-            row.made += 1
-            finished = "stop" if token in row.request.stop else None
-            if finished is None and row.made == row.request.max_new_tokens:
-                finished = "length"
-            emitted.append(Token(row.number, token, finished))
-            if finished:
-                del self._rows[slot]
-                self._live[slot] = -1
+    def _emit(self, made: dict[int, list[int]]) -> Iterator[Token]:
+        """The tokens that slots have got, up to the last of a request; those that are finished are given up before
+        anybody sees one."""
+        emitted = []
+        for slot, tokens in made.items():
+            row = self._rows[slot]
+            for token in tokens:
+                row.made += 1
+                finished = "stop" if token in row.request.stop else None
+                if finished is None and row.made == row.request.max_new_tokens:
+                    finished = "length"
+                emitted.append(Token(row.number, token, finished))
+                if finished:
+                    del self._rows[slot]
+                    self._live[slot] = -1
+                    break
         yield from emitted
 
     def _step(self, greedy: bool) -> Step:

@@ -12,22 +12,15 @@ from replayssm.kernels.triton import attention, pointwise
 from replayssm.kernels.triton.gates import Gates
 from replayssm.models.cache import ModelCache
 from replayssm.models.decoding import Decoding
+from replayssm.models.windows import WindowDecoding
 
 _rates: weakref.WeakKeyDictionary[ModelCache, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
-class FusedDecoding(Decoding):
-    """As `Decoding`, for the Triton arms. Attention reads as many positions as a slot has, whatever the span."""
+class Fused(Decoding):
+    """What the Triton arms have otherwise, one token a row or several: their steps compute the gates."""
 
     takes_raw = True
-
-    def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        past = self.cache.conv[number]
-        return pointwise.convolve(past, channels[:, 0], weight, bias, self.slots)[:, None]
-
-    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.cache.keys[number], self.cache.values[number]
-        return attention.attend(q[:, 0], k[:, 0], v[:, 0], keys, values, self.length, self.slots)[:, None]
 
     def rates(self, number: int, A_log: Tensor) -> Tensor:
         """Computed at the first step of the cache, since weights do not change while it is decoded with."""
@@ -38,3 +31,26 @@ class FusedDecoding(Decoding):
 
     def step(self, number: int, out: Tensor, token: Any, gates: dict[str, Any]) -> None:
         self.cache.states.step(number, out, token, self.slots, gates=Gates(**gates))
+
+
+class FusedDecoding(Fused):
+    """As `Decoding`, for the Triton arms. Attention reads as many positions as a slot has, whatever the span."""
+
+    def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        past = self.cache.conv[number]
+        return pointwise.convolve(past, channels[:, 0], weight, bias, self.slots)[:, None]
+
+    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.keys[number], self.cache.values[number]
+        return attention.attend(q, k, v, keys, values, self.length, self.slots)
+
+
+class FusedWindow(Fused, WindowDecoding):
+    """As `WindowDecoding`, for the Triton arms."""
+
+    def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return pointwise.convolve_window(self.cache.conv[number], channels, weight, bias, self.slots, self.accepted)
+
+    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.keys[number], self.cache.values[number]
+        return attention.attend(q, k, v, keys, values, self.length, self.slots)

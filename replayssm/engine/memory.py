@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replayssm.arms import ARMS
+from replayssm.arms import ARMS, WINDOW_ARMS
 from replayssm.models import Decoder, ModelCache, ModelError, StoredStates, empty_model
 from replayssm.models.prompt import TOKENS_AT_A_TIME
+from replayssm.models.windows import SnapshotStates
 
 SORTED = 5
 """Vocabularies of float32 that sampling holds at once, where it sorts."""
@@ -30,6 +31,10 @@ class Memory:
     states: int
     prompts: int
     steps: int
+
+    def requests_in(self, state_bytes: float, slots: int) -> int:
+        """How many requests the states and convolutions of which ``state_bytes`` hold; these are of ``slots``."""
+        return int(state_bytes * slots // (self.states + self.conv))
 
     @property
     def total(self) -> int:
@@ -55,24 +60,36 @@ def predict_memory(
     state_dtype: torch.dtype = torch.float32,
     prompt_rows: int = 8,
     chunk: int = 512,
+    window: int | None = None,
+    head: bool = False,
 ) -> Memory:
-    """For the model of a configuration, and an `Engine` with these options. Raises `ModelError` on an unknown arm."""
-    if arm not in ARMS:
-        raise ModelError(f"arm={arm} is unknown; accepted: {', '.join(ARMS)}")
-    model = empty_model(config, dtype, "meta")
+    """For the model of a configuration, and an `Engine` with these options, or, with a ``window``, a
+    `SpeculativeEngine` whose cache has that ``capacity``, drafts being included where a ``head`` makes them. Raises
+    `ModelError` on an unknown arm."""
+    known = ARMS if window is None else WINDOW_ARMS
+    if arm not in known:
+        raise ModelError(f"arm={arm} is unknown; accepted: {', '.join(known)}")
+    model = empty_model(config, dtype, "meta", head)
     sizes: dict[str, Any] = {"slots": slots, "state_dtype": state_dtype}
-    placeholder = StoredStates(model.geometry, print, layers=model.state_layers, device="meta", **sizes)
-    cache = model.new_cache(placeholder, slots=slots, capacity=capacity)
-    stored = arm.startswith("stored/")
-    states = placeholder if stored else model.new_replay_cache(interval_length=interval_length, **sizes)
+    placed: dict[str, Any] = {"layers": model.state_layers, "device": "meta"}
+    placeholder = (
+        StoredStates(model.geometry, print, **sizes, **placed)
+        if window is None
+        else SnapshotStates(model.geometry, print, window=window, **sizes, **placed)
+    )
+    caches = [model.new_cache(placeholder, slots=slots, capacity=capacity)]
+    if head and window is not None:
+        caches.append(model.new_head_cache(slots=slots, capacity=capacity, window=window))
+    kept = arm.startswith(("stored/", "snapshots/"))
+    states = placeholder if kept else model.new_replay_cache(interval_length=interval_length, window=window, **sizes)
     rows = min(prompt_rows, slots)
     return Memory(
         weights=sum(p.nbytes for p in model.parameters()),
-        keys_values=cache.keys.nbytes + cache.values.nbytes,
-        conv=cache.conv.nbytes,
+        keys_values=sum(cache.keys.nbytes + cache.values.nbytes for cache in caches),
+        conv=caches[0].conv.nbytes,
         states=_held(states),
-        prompts=_prompts(model, cache, rows, min(chunk, capacity)),
-        steps=_steps(model, cache),
+        prompts=_prompts(model, caches[0], rows, min(chunk, capacity)),
+        steps=_steps(model, caches[0]) * (window or 1),
     )
 
 

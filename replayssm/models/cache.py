@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from replayssm.cache import ReplayCache
+from replayssm.cache import Batch, ReplayCache
 from replayssm.formats import Rounding
 from replayssm.geometry import Geometry
 
@@ -41,8 +41,8 @@ class States(Protocol):
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         """One token a row of one layer, into ``out [B,H,P]``; ``more`` is for the back end's step."""
 
-    def commit(self, slots: Tensor) -> None:
-        """End the token, after all layers."""
+    def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
+        """End the token, after all layers; of a window, whose first ``accepted [B]`` tokens were right."""
 
 
 class StoredStates:
@@ -72,7 +72,7 @@ class StoredStates:
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         self._step(out, self.state[number], contiguous(inputs), slots, **more)
 
-    def commit(self, slots: Tensor) -> None:
+    def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
         """Nothing: the step wrote the state."""
 
 
@@ -108,12 +108,15 @@ class ReplayStates:
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         self._step(out, self._layers[number], contiguous(inputs), slots, **self._rounding[number], **more)
 
-    def commit(self, slots: Tensor) -> None:
+    def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
         if self._commit is not None:
             self._commit(self.cache, slots)
         else:
-            live = [None if slot < 0 else self._handles[slot] for slot in slots.tolist()]
-            self.cache.commit(self.cache.batch(live))
+            self.cache.commit(self.batch(slots))
+
+    def batch(self, slots: Tensor) -> Batch:
+        """The rows ``slots [B]``, -1 for padding, as the cache takes them; asks the host."""
+        return self.cache.batch([None if slot < 0 else self._handles[slot] for slot in slots.tolist()])
 
 
 class ModelCache:
@@ -122,6 +125,11 @@ class ModelCache:
     ``keys, values [attention layers,S,KV heads,capacity,head_dim]``, zero where nothing was written; ``conv
     [state-space layers,S,K-1,channels]``, the last inputs of each convolution, oldest first; ``length [S]`` int64, the
     tokens of each slot. Made by `Decoder.new_cache`.
+
+    With states of windows (`replayssm.models.windows`) ``window`` is their T, and ``conv [...,K-1+T,channels]`` are the
+    inputs of the last window behind the K - 1 before it: those of the next window begin at ``accepted [S]``, the
+    count of the last window's tokens that were, which is the states' own cursor. Keys and values beyond ``length`` are
+    those of rejected tokens, and are written again before they are read.
     """
 
     def __init__(
@@ -145,9 +153,19 @@ class ModelCache:
         self.states, self.slots, self.capacity = states, slots, capacity
         self.keys = torch.zeros(layers, slots, heads, capacity, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.conv = torch.zeros(states.layers, slots, conv[1] - 1, conv[0], dtype=dtype, device=device)
+        self.window: int | None = getattr(states, "window", None)
+        self.accepted: Tensor | None = getattr(states, "accepted", None)
+        inputs = conv[1] - 1 + (self.window or 0)
+        self.conv = torch.zeros(states.layers, slots, inputs, conv[0], dtype=dtype, device=device)
         self.length = torch.zeros(slots, dtype=torch.int64, device=device)
         self.all_slots = torch.arange(slots, device=device)
+
+    @property
+    def prompt_conv(self) -> Tensor:
+        """``[state-space layers,S,K-1,channels]``, a view: where a prompt leaves its last inputs."""
+        if self.window is None:
+            return self.conv
+        return self.conv[:, :, 1 : self.conv.shape[2] - self.window + 1]  # as behind a window of one accepted token
 
 
 def contiguous(inputs: Any) -> Any:

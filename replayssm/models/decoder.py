@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,11 @@ from replayssm.models.cache import ModelCache, States
 from replayssm.models.decoding import Decoding
 from replayssm.models.options import ModelError
 from replayssm.models.prompt import Prompt
+from replayssm.models.windows import NoStates
 from replayssm.precision import Precision
+
+Follow = Callable[[Tensor, Prompt], None]
+"""``follow(hidden [B,T,hidden], past)``: what a prompt's chunk gave, as `Prompt` has announced it."""
 
 
 class Decoder(nn.Module):
@@ -34,6 +38,12 @@ class Decoder(nn.Module):
     """Layers, KV heads, head_dim."""
     conv: tuple[int, int]
     """Channels and K of a convolution."""
+    mtp: nn.Module | None
+    """The draft head, where it was loaded: see `replayssm.models.mtp`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mtp = None
 
     def hidden(self, tokens: Tensor, past: Any) -> Tensor:
         """Normed output ``[B,T,hidden]`` of the last block."""
@@ -73,21 +83,30 @@ class Decoder(nn.Module):
             device=device,
         )
 
+    def new_head_cache(self, *, slots: int, capacity: int, window: int) -> ModelCache:
+        """Keys and values of the draft head's layer."""
+        states = NoStates(slots, window, self.embedding.device)
+        sizes: dict[str, Any] = {"attention": (1, *self.attention[1:]), "conv": (1, 1)}
+        dtype, device = self.embedding.dtype, self.embedding.device
+        return ModelCache(states, slots=slots, capacity=capacity, dtype=dtype, device=device, **sizes)
+
     def new_replay_cache(
         self,
         *,
         slots: int,
         interval_length: int = 16,
+        window: int | None = None,
         state_dtype: torch.dtype = torch.float32,
         precision: Precision | None = None,
     ) -> ReplayCache:
         """A `ReplayCache` for this model's state-space layers, its ring in the model's dtype unless ``precision`` says
-        another, which takes the place of ``state_dtype``."""
+        another, which takes the place of ``state_dtype``; with a ``window`` for so many tokens a step."""
         return ReplayCache(
             self.geometry,
             slots=slots,
             layers=self.state_layers,
             interval_length=interval_length,
+            window=window,
             state_dtype=state_dtype,
             precision=precision,
             input_dtype=self.embedding.dtype,
@@ -105,14 +124,16 @@ class Decoder(nn.Module):
         chunk: int = 512,
         every: bool = False,
         shared: int = 0,
+        follow: Follow | None = None,
     ) -> Tensor:
         """Read prompts ``tokens [B,T]`` int64 into ``slots``, ``chunk`` tokens of all rows at a time.
 
         Row i is a new request of ``lengths[i]`` tokens, padded on the right; by default slots 0 to B - 1 and T tokens
         each. What the slots held is forgotten. Returns float32 logits behind each row's last token, ``[B,vocabulary]``,
         or behind every token, ``[B,T,vocabulary]``, where padding means nothing. The first ``shared`` tokens, fewer
-        than any row has, are the same in all rows and are read once. Chunk and sharing change rounding only. Raises
-        `ModelError` on slots, lengths, tokens or a shared beginning that are impossible.
+        than any row has, are the same in all rows and are read once. Chunk and sharing change rounding only. ``follow``
+        is shown every chunk, and nothing may be shared then. Raises `ModelError` on slots, lengths, tokens or a shared
+        beginning that are impossible.
         """
         rows, total = tokens.shape
         slots = list(range(rows) if slots is None else slots)
@@ -128,7 +149,10 @@ class Decoder(nn.Module):
         tokens = tokens[:, : max(lengths)].to(self.embedding.device)
         if ((tokens < 0) | (tokens >= len(self.embedding))).any():
             raise ModelError(f"a token lies outside the vocabulary; accepted: 0 to {len(self.embedding) - 1}")
-        if not 0 <= shared < min(lengths) or (tokens[:, :shared] != tokens[:1, :shared]).any():
+        if (
+            not 0 <= shared < (min(lengths) if follow is None else 1)
+            or (tokens[:, :shared] != tokens[:1, :shared]).any()
+        ):
             raise ModelError(f"shared={shared} is impossible; accepted: fewer tokens than a row has, equal in all rows")
         past, outputs = Prompt(cache, slots[:1], [shared]), []
         for first in range(0, shared, chunk):
@@ -146,6 +170,8 @@ class Decoder(nn.Module):
             hidden = self.hidden(part, past)
             if every:
                 outputs.append(self.logits(hidden))
+            if follow is not None:
+                follow(hidden, past)
             here = ((last >= first) & (last < past.end)).nonzero()[:, 0]
             final[here] = hidden[here, last[here] - first]
         past.hand_over()

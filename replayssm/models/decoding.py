@@ -67,7 +67,7 @@ class Decoding:
         """The recurrent states' step of one layer."""
         self.cache.states.step(number, out, token, self.slots)
 
-    def finish(self) -> None:
-        """End the token after all layers: cursors and lengths move."""
+    def finish(self, accepted: Tensor | None = None) -> None:
+        """End the token after all layers: cursors and lengths move. ``accepted`` is for windows."""
         self.cache.states.commit(self.slots)
         self.cache.length[: len(self.slots)] += self.live

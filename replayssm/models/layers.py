@@ -42,8 +42,14 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias)
 
 
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the dtype in which norms and gates are computed: float32, or float64 where it is of that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis in float32, scaled by ``weight + offset`` there, then rounded."""
+    """Root-mean-square norm over the last axis in float32, scaled by ``weight + offset`` there, then rounded; a float64
+    ``x`` stays one."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -55,7 +61,7 @@ class RMSNorm(nn.Module):
             from replayssm.kernels.triton.pointwise import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.offset)
-        return (rms(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
+        return (rms(x, self.eps) * (wide(self.weight) + self.offset)).to(x.dtype)
 
     def add(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """``x + more`` and its norm; with None of ``x``."""
@@ -69,8 +75,8 @@ class RMSNorm(nn.Module):
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
-    """``x`` over its root mean square along the last axis, in float32."""
-    x = x.float()
+    """``x`` over its root mean square along the last axis, in float32, or float64 as `wide`."""
+    x = wide(x)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -80,7 +86,7 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int)
         from replayssm.kernels.triton import pointwise
 
         return pointwise.gated_norm(y, gate, weight, eps, groups)
-    gated = (y.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
+    gated = (wide(y) * F.silu(wide(gate))).unflatten(-1, (groups, -1))
     return rms(gated, eps).flatten(-2).to(gate.dtype) * weight
 
 
@@ -91,7 +97,7 @@ def norm_then_gate(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
         return pointwise.norm_then_gate(y, gate, weight, eps)
     normed = rms(y, eps).to(gate.dtype) * weight
-    return (normed * F.silu(gate.float())).to(gate.dtype)
+    return (normed * F.silu(wide(gate))).to(gate.dtype)
 
 
 def squared_relu(x: Tensor) -> Tensor:

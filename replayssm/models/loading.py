@@ -18,6 +18,7 @@ from torch import Tensor
 
 from replayssm.models.decoder import Decoder, draw_steps
 from replayssm.models.layers import RMSNorm, join
+from replayssm.models.mtp import draft_head
 from replayssm.models.nemotron_h import NemotronH, NemotronHConfig
 from replayssm.models.options import ModelError, Options
 from replayssm.models.qwen3_5 import Qwen35, Qwen35Config
@@ -33,12 +34,16 @@ Config = NemotronHConfig | Qwen35Config
 
 
 def load_model(
-    folder: str | Path, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    head: bool = False,
 ) -> Decoder:
-    """The model in ``folder``, its weights in ``dtype``. Raises `ModelError`, one line, on anything that is not as the
-    configuration says."""
+    """The model in ``folder``, its weights in ``dtype``, with its draft ``head`` where that is asked for. Raises
+    `ModelError`, one line, on anything that is not as the configuration says."""
     folder = Path(folder)
-    model = empty_model(config_from_folder(folder), dtype, device)
+    model = empty_model(config_from_folder(folder), dtype, device, head)
     with ExitStack() as stack:
         found = _found(folder, stack)
         tensors = dict(model.tensors(set(found)))
@@ -53,11 +58,16 @@ def load_model(
 
 
 def random_model(
-    config: Config, *, seed: int, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    config: Config,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    head: bool = False,
 ) -> Decoder:
     """A model of random weights that behaves as a trained one: matrices that keep a unit variance, so that routers have
     logits around one; decays and steps in the ranges of trained layers. The same on every device of one kind."""
-    model = empty_model(config, dtype, device)
+    model = empty_model(config, dtype, device, head)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for module_name, module in model.named_modules():
@@ -80,10 +90,15 @@ def config_from_geometry(model: Mapping[str, Any]) -> Config:
     raise ModelError(f"model {name} is not implemented; accepted: Nemotron-3 and Qwen3.5 models")
 
 
-def empty_model(config: Config, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> Decoder:
-    """A model whose parameters have memory and no values; with ``device="meta"`` no memory either."""
+def empty_model(
+    config: Config, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu", head: bool = False
+) -> Decoder:
+    """A model whose parameters have memory and no values; with ``device="meta"`` no memory either. ``head``: with its
+    draft head."""
     with torch.device("meta"):
         model: Decoder = NemotronH(config) if isinstance(config, NemotronHConfig) else Qwen35(config)
+        if head:
+            model.mtp = draft_head(config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             module.register_parameter(name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))

@@ -57,6 +57,8 @@ class NemotronHConfig:
     n_group: int = 1
     topk_group: int = 1
     layer_norm_epsilon: float = 1e-5
+    mtp_blocks: tuple[str, ...] = ()
+    """Blocks of the draft head; empty without one."""
 
     @classmethod
     def from_options(cls, o: Options) -> NemotronHConfig:
@@ -96,6 +98,7 @@ class NemotronHConfig:
             mlp_bias=o.flag("mlp_bias", False),
             time_step_min=o.number("time_step_min", 0.001),
             layer_norm_epsilon=o.number("layer_norm_epsilon", 1e-5),
+            mtp_blocks=_blocks(o, "mtp_") if o.get("num_nextn_predict_layers") else (),
             **sizes,
         )
 
@@ -320,12 +323,13 @@ class Router(nn.Module):
         return index, weights * self.scaling
 
 
-def _blocks(o: Options) -> tuple[str, ...]:
-    if o.get("layers_block_type") is not None:
-        return tuple(SPELLINGS[name] for name in o.names("layers_block_type", SPELLINGS))
-    pattern = o.get("hybrid_override_pattern")
+def _blocks(o: Options, of: str = "") -> tuple[str, ...]:
+    """The kinds of blocks, of the model or of what the options beginning with ``of`` are about."""
+    if o.get(f"{of}layers_block_type") is not None:
+        return tuple(SPELLINGS[name] for name in o.names(f"{of}layers_block_type", SPELLINGS))
+    pattern = o.get(f"{of}hybrid_override_pattern")
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(PATTERN):
-        raise o.refusal("hybrid_override_pattern", pattern, f"a string of {' '.join(PATTERN)}")
+        raise o.refusal(f"{of}hybrid_override_pattern", pattern, f"a string of {' '.join(PATTERN)}")
     return tuple(PATTERN[letter] for letter in pattern)
 
 

@@ -8,6 +8,7 @@ attention is causal and states stop there. The recurrence of a chunk is the chun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Prompt:
         rows, g = len(slots), states.geometry
         self.cache, self.slots = cache, list(slots)
         self.lengths = torch.tensor(list(lengths), dtype=torch.int64, device=device)
-        self.conv = [cache.conv.new_zeros(rows, *cache.conv.shape[2:]) for _ in range(states.layers)]
+        self.conv = [cache.conv.new_zeros(rows, *cache.prompt_conv.shape[2:]) for _ in range(states.layers)]
         wide = torch.float64 if cache.conv.dtype == torch.float64 else torch.float32
         state = torch.zeros(rows, g.heads, g.head_dim, g.state_dim, dtype=wide, device=device)
         self.state = [state] * states.layers
@@ -56,6 +57,12 @@ class Prompt:
         self.first, self.end = first, first + tokens
         self.count = (self.lengths - first).clamp(0, tokens)
         self.positions = torch.arange(first, self.end, device=self.lengths.device)[None]
+
+    def over(self, cache: ModelCache) -> Prompt:
+        """The same chunk of the same rows over another cache, of attention alone."""
+        other = copy(self)
+        other.cache = cache
+        return other
 
     def convolve(self, number: int, channels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Causal depthwise convolution and SiLU over ``channels [B,T,C]``; ``weight [C,1,K]``."""
@@ -90,7 +97,7 @@ class Prompt:
 
     def hand_over(self) -> None:
         """Give convolution and recurrent states to the cache's slots, whose requests then stand behind their prompt."""
-        self.cache.conv[:, self.slots] = torch.stack(self.conv)
+        self.cache.prompt_conv[:, self.slots] = torch.stack(self.conv)
         self.cache.states.load(self.slots, torch.stack(self.state))
         self.cache.length[self.slots] = self.lengths
 

@@ -52,6 +52,8 @@ class Qwen35Config:
     shared_expert_intermediate_size: int = 0
     tie_word_embeddings: bool = False
     rms_norm_eps: float = 1e-6
+    mtp_layers: int = 0
+    """Of the draft head; 0 without one."""
 
     @classmethod
     def from_options(cls, whole: Options) -> Qwen35Config:
@@ -87,6 +89,7 @@ class Qwen35Config:
             attention_bias=o.flag("attention_bias", False),
             tie_word_embeddings=tied,
             rms_norm_eps=o.number("rms_norm_eps", 1e-6),
+            mtp_layers=o.size("mtp_num_hidden_layers") if o.get("mtp_num_hidden_layers") else 0,
             **_rotary(o),
             **sizes,
         )
@@ -178,21 +181,27 @@ class TextModel(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.rotated, self.rope_theta = int(c.head_dim * c.partial_rotary_factor), c.rope_theta
+        self.rotary = Rotary(c)
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, index) for index in range(len(c.layer_types)))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, offset=1.0)
 
     def forward(self, tokens: Tensor, past: Any) -> Tensor:
         x = self.embed_tokens(tokens)
-        rotary = self._rotary(past.positions, x.dtype)
+        rotary = self.rotary(past.positions, x.dtype)
         more = None
         for layer in self.layers:
             x, more = layer(x, more, past, rotary)
         return self.norm.add(x, more)[1]
 
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[B,T,1,R/2]`` for the R rotated elements of a head."""
+
+class Rotary:
+    """Cosines and sines ``[B,T,1,R/2]`` of positions ``[B,T]`` for the R rotated elements of a head."""
+
+    def __init__(self, c: Qwen35Config) -> None:
+        self.rotated, self.rope_theta = int(c.head_dim * c.partial_rotary_factor), c.rope_theta
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         exponent = torch.arange(0, self.rotated, 2, dtype=torch.float32, device=positions.device) / self.rotated
         angle = positions[..., None, None].float() * (1.0 / self.rope_theta**exponent)
         return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -201,10 +210,10 @@ class TextModel(nn.Module):
 class Layer(nn.Module):
     """Token mixer and MLP, each behind a norm and around a residual. ``number`` of a mixer counts those of its kind."""
 
-    def __init__(self, c: Qwen35Config, index: int) -> None:
+    def __init__(self, c: Qwen35Config, index: int, number: int | None = None) -> None:
         super().__init__()
         kind = c.layer_types[index]
-        number = c.layer_types[:index].count(kind)
+        number = c.layer_types[:index].count(kind) if number is None else number
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, offset=1.0)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, offset=1.0)
         self.is_linear = kind == "linear_attention"
@@ -335,7 +344,7 @@ class Router(nn.Module):
 
 def norm_rotate(x: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """`rotate` behind the norm of each head of ``x [B,T,H,D]``."""
-    if fused(x) and len(x) == len(rotary[0]) and x.shape[1] == 1:
+    if fused(x) and x.shape[:2] == rotary[0].shape[:2]:
         from replayssm.kernels.triton import pointwise
 
         return pointwise.norm_rotate(x, norm.weight, rotary, norm.eps, norm.offset)

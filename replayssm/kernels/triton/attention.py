@@ -1,8 +1,8 @@
-"""Attention of one token a row to its slot's keys and values, of which only those that are there are read.
+"""Attention of one token a row, or of a window, to its slot's keys and values; only those that are there are read.
 
-The query heads that share a KV head are the rows of its products. Few rows with long pasts would leave most of a GPU
-idle: there a past is cut into pieces, whose softmaxes a second launch joins. How long a past is, is read on the device,
-so that one CUDA graph serves all lengths.
+The query heads that share a KV head, of all tokens, are the rows of its products. Few rows with long pasts would leave
+most of a GPU idle: there a past is cut into pieces, whose softmaxes a second launch joins. How long a past is, is read
+on the device, so that one CUDA graph serves all lengths.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -25,20 +25,21 @@ SHORTEST = 256
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length: Tensor, slots: Tensor) -> Tensor:
-    """Attention ``[B,Hq,D]`` of ``q [B,Hq,D]`` to ``length [B]`` int64 positions and to ``k, v [B,Hkv,D]``, which are
-    written behind them into ``keys, values [S,Hkv,capacity,D]``, contiguous.
+    """Attention ``[B,T,Hq,D]`` of ``q [B,T,Hq,D]`` to ``length [B]`` int64 positions and to those of ``k, v
+    [B,T,Hkv,D]`` up to its own token, which are written behind them into ``keys, values [S,Hkv,capacity,D]``,
+    contiguous.
 
     Row i is slot i, or padding where ``slots [B]`` int64 holds -1: nothing is written then, and its output means
-    nothing. The last axis of all is contiguous, heads lie side by side. Lengths are not checked.
+    nothing. The last axis of all is contiguous. Lengths are not checked.
     """
-    rows, heads, size = q.shape
+    rows, tokens, heads, size = q.shape
     kv_heads, capacity = keys.shape[1:3]
     pieces = max(1, min(triton.cdiv(PROGRAMS, rows * kv_heads), triton.cdiv(capacity, SHORTEST)))
-    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
+    out = torch.empty(rows, tokens, heads, size, dtype=q.dtype, device=q.device)
     part, scale = out, out
     if pieces > 1:
-        part = torch.empty(rows, heads, pieces, size, dtype=torch.float32, device=q.device)
-        scale = torch.empty(rows, heads, pieces, 2, dtype=torch.float32, device=q.device)
+        part = torch.empty(rows, tokens, heads, pieces, size, dtype=torch.float32, device=q.device)
+        scale = torch.empty(rows, tokens, heads, pieces, 2, dtype=torch.float32, device=q.device)
     share = heads // kv_heads
     _attend_kernel[(rows, kv_heads, pieces)](
         part,
@@ -50,13 +51,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
         values,
         length,
         slots,
-        q.stride()[:2],
-        k.stride()[:2],
-        v.stride()[:2],
+        q.stride()[:3],
+        k.stride()[:3],
+        v.stride()[:3],
         capacity,
         size**-0.5,
+        T=tokens,
         SHARE=share,
-        QUERIES=max(16, power_of_two(share)),
+        QUERIES=max(16, power_of_two(tokens * share)),
         SIZE=size,
         PADDED=max(16, power_of_two(size)),
         POSITIONS=POSITIONS,
@@ -64,9 +66,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
         num_warps=4,
     )
     if pieces > 1:
-        _join_kernel[(rows, heads)](
-            out, part, scale, slots, SIZE=size, PADDED=power_of_two(size), PIECES=pieces, BLOCK=power_of_two(pieces)
-        )
+        sizes = {"SIZE": size, "PADDED": power_of_two(size), "PIECES": pieces, "BLOCK": power_of_two(pieces)}
+        _join_kernel[(rows * tokens, heads)](out, part, scale, slots, T=tokens, **sizes)
     return out
 
 
@@ -86,6 +87,7 @@ def _attend_kernel(
     v_strides,
     capacity,
     root,
+    T: tl.constexpr,
     SHARE: tl.constexpr,
     QUERIES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -98,20 +100,32 @@ def _attend_kernel(
         return
     past = tl.load(length + row).to(tl.int32)
     d, query, at = tl.arange(0, PADDED), tl.arange(0, QUERIES), tl.arange(0, POSITIONS)
+    token, of_head = query // SHARE, head * SHARE + query % SHARE
     whole = d < SIZE
-    mine = (query < SHARE)[:, None] & whole[None]
-    queries = tl.load(
-        q + row * q_strides[0] + (head * SHARE + query)[:, None] * q_strides[1] + d[None], mask=mine, other=0.0
-    )
+    mine = (query < T * SHARE)[:, None] & whole[None]
+    place = row * q_strides[0] + token[:, None] * q_strides[1] + of_head[:, None] * q_strides[2] + d[None]
+    queries = tl.load(q + place, mask=mine, other=0.0)
     base = (row * tl.num_programs(1) + head) * capacity * SIZE
     if piece == 0:
-        new_k = tl.load(k + row * k_strides[0] + head * k_strides[1] + d, mask=whole, other=0.0)
-        new_v = tl.load(v + row * v_strides[0] + head * v_strides[1] + d, mask=whole, other=0.0)
-        tl.store(keys + base + past * SIZE + d, new_k, mask=whole)
-        tl.store(values + base + past * SIZE + d, new_v, mask=whole)
-        highest = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None], 1) * root
-        total = tl.full([QUERIES], 1.0, tl.float32)
-        result = tl.zeros([QUERIES, PADDED], tl.float32) + new_v.to(tl.float32)[None]
+        highest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        result = tl.zeros([QUERIES, PADDED], tl.float32)
+        for w in tl.static_range(T):
+            new_k = tl.load(k + row * k_strides[0] + w * k_strides[1] + head * k_strides[2] + d, mask=whole, other=0.0)
+            new_v = tl.load(v + row * v_strides[0] + w * v_strides[1] + head * v_strides[2] + d, mask=whole, other=0.0)
+            tl.store(keys + base + (past + w) * SIZE + d, new_k, mask=whole)
+            tl.store(values + base + (past + w) * SIZE + d, new_v, mask=whole)
+            score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None], 1) * root
+            if w == 0:  # which every token sees
+                highest, total = score, tl.full([QUERIES], 1.0, tl.float32)
+                result = tl.zeros([QUERIES, PADDED], tl.float32) + new_v.to(tl.float32)[None]
+            else:
+                score = tl.where(token >= w, score, -float("inf"))
+                higher = tl.maximum(highest, score)
+                weight, faded = tl.exp(score - higher), tl.exp(highest - higher)
+                total = total * faded + weight
+                result = result * faded[:, None] + weight[:, None] * new_v.to(tl.float32)[None]
+                highest = higher
     else:
         highest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
@@ -132,22 +146,30 @@ def _attend_kernel(
         found = tl.load(values + place, mask=seen, other=0.0)
         result = result * faded[:, None] + tl.dot(weight.to(found.dtype), found, input_precision="ieee")
         highest = higher
-    rows = row * tl.num_programs(1) * SHARE + head * SHARE + query
+    rows = (row * T + token) * tl.num_programs(1) * SHARE + of_head
     if PIECES == 1:
         tl.store(part + rows[:, None] * SIZE + d[None], (result / total[:, None]).to(part.dtype.element_ty), mask=mine)
     else:
         rows = rows * PIECES + piece
         tl.store(part + rows[:, None] * SIZE + d[None], result, mask=mine)
-        tl.store(scale + rows * 2, highest, mask=query < SHARE)
-        tl.store(scale + rows * 2 + 1, total, mask=query < SHARE)
+        tl.store(scale + rows * 2, highest, mask=query < T * SHARE)
+        tl.store(scale + rows * 2 + 1, total, mask=query < T * SHARE)
 
 
 @triton.jit
 def _join_kernel(
-    out, part, scale, slots, SIZE: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    part,
+    scale,
+    slots,
+    T: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(slots + row) < 0:
+    if tl.load(slots + row // T) < 0:
         return
     place = row * tl.num_programs(1) + tl.program_id(1)
     d, piece = tl.arange(0, PADDED), tl.arange(0, BLOCK)

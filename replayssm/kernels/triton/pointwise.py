@@ -42,20 +42,21 @@ def norm_then_gate(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def norm_rotate(x: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor], eps: float, offset: float) -> Tensor:
-    """`rms_norm` of each head of ``x [B,1,H,D]``, its first R elements then turned, element i with element i + R/2, by
-    ``rotary``: cosines and sines ``[B,1,1,R/2]``, contiguous.
+    """`rms_norm` of each head of ``x [B,T,H,D]``, its first R elements then turned, element i with element i + R/2, by
+    ``rotary``: cosines and sines ``[B,T,1,R/2]``, contiguous. Tokens of all rows lie at one distance in ``x``.
     """
     cos, sin = rotary
-    rows, _, heads, size = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens = x.flatten(0, 1)
+    rows, heads, size = tokens.shape
     _rotate_kernel[(rows, heads)](
         out,
-        x,
+        tokens,
         weight,
         cos,
         sin,
-        x.stride(0),
-        x.stride(2),
+        tokens.stride(0),
+        tokens.stride(1),
         size,
         eps,
         offset,
@@ -90,6 +91,32 @@ def convolve(past: Tensor, channels: Tensor, weight: Tensor, bias: Tensor | None
     grid = (rows, triton.cdiv(width, BLOCK))
     _convolve_kernel[grid](
         out, past, channels, weight, bias, slots, channels.stride(0), width, K=weight.shape[-1], CHANNELS=BLOCK
+    )
+    return out
+
+
+def convolve_window(
+    past: Tensor, channels: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, accepted: Tensor
+) -> Tensor:
+    """`convolve` of a window: ``[B,T,C]`` from ``channels [B,T,C]`` behind the K - 1 inputs from ``accepted [B]`` int64
+    on in ``past [S,K-1+T,C]``, which then holds these and the window's.
+    """
+    rows, tokens, width = channels.shape
+    out = torch.empty(rows, tokens, width, dtype=channels.dtype, device=channels.device)
+    _convolve_window_kernel[(rows, triton.cdiv(width, BLOCK))](
+        out,
+        past,
+        channels,
+        weight,
+        bias,
+        slots,
+        accepted,
+        channels.stride(0),
+        channels.stride(1),
+        width,
+        K=weight.shape[-1],
+        T=tokens,
+        CHANNELS=BLOCK,
     )
     return out
 
@@ -237,3 +264,46 @@ def _convolve_kernel(
             tl.store(old + j * width, later[j], mask=inside)
         total = total.to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + row * width + c, (total * sigmoid(total)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _convolve_window_kernel(
+    out,
+    past,
+    channels,
+    weight,
+    bias,
+    slots,
+    accepted,
+    channels_row,
+    channels_token,
+    width,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(slots + row) >= 0:
+        c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        inside = c < width
+        old = past + row * width * (K - 1 + T) + c
+        first = tl.load(accepted + row)
+        held, taps = (), ()
+        for j in tl.static_range(K):
+            taps = taps + (tl.load(weight + c * K + j, mask=inside).to(tl.float32),)
+        for j in tl.static_range(K - 1):
+            held = held + (tl.load(old + (first + j) * width, mask=inside),)
+        for t in tl.static_range(T):
+            held = held + (tl.load(channels + row * channels_row + t * channels_token + c, mask=inside),)
+        offset = tl.zeros([CHANNELS], tl.float32)
+        if bias is not None:
+            offset = tl.load(bias + c, mask=inside).to(tl.float32)
+        for t in tl.static_range(T):
+            total = offset
+            for j in tl.static_range(K):
+                total += held[t + j].to(tl.float32) * taps[j]
+            total = total.to(out.dtype.element_ty).to(tl.float32)
+            place = (row * T + t) * width + c
+            tl.store(out + place, (total * sigmoid(total)).to(out.dtype.element_ty), mask=inside)
+        for j in tl.static_range(K - 1 + T):
+            tl.store(old + j * width, held[j], mask=inside)

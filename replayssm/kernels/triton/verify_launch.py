@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from replayssm.arms import MAX_WINDOW as MAX_WINDOW
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton.launch import power_of_two
-
-MAX_WINDOW = 16
-"""Most tokens of a window: kernels hold all of them at once."""
 
 
 @dataclass(frozen=True)
