@@ -67,7 +67,8 @@ def test_a_long_past_of_random_weights_is_random_beyond_its_first_chunk_and_the_
     for name in ("keys", "values"):
         memory = getattr(stored.cache, name)
         assert memory[:, 0, :, :300].std(dim=-1).min() > 0
-        assert torch.equal(memory, memory[:, :1].expand_as(memory)) and torch.equal(memory, getattr(replay.cache, name))
+        assert torch.equal(memory, memory[:, :1].expand_as(memory))
+        assert torch.equal(memory, getattr(replay.cache, name))
         assert 0.9 < memory[:, 0, :, 256:300].std() < 1.1
     assert set(stored.cache.length.tolist()) == {300}
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from replayssm.cache import CacheLayer, ReplayCache
+from replayssm.engine.branches import Branches
 from replayssm.formats import random_words
 from replayssm.geometry import Geometry
 from replayssm.kernels.torch.replay import folded
@@ -57,10 +59,12 @@ class Cohort:
     """``[rows of an arm]`` int64, the row within its arm: arms draw the same random numbers."""
     layers: list[CacheLayer] = field(init=False)
     nothing: Tensor = field(init=False)
+    side_by_side: Branches = field(init=False)
 
     def __post_init__(self) -> None:
         self.layers = [self.cache.layer(number) for number in range(self.cache.layers)]
         self.nothing = torch.zeros(self.cache.slots, dtype=torch.int64, device=self.cache.state.device)
+        self.side_by_side = Branches(self.cache.state.device)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -94,6 +98,7 @@ class AlignedArms:
         self.geometry, self.layers, self.slots = geometry, layers, rows * len(arms)
         self.arms, self.rows, self.seed, self.token = list(arms), rows, seed, 0
         self.cohorts: list[Cohort] = []
+        self.side_by_side = Branches(device)
         self._member: dict[int, tuple[Cohort, Member]] = {}
         together: dict[tuple[Any, ...], list[int]] = {}
         for number, (precision, length) in enumerate(arms):
@@ -151,11 +156,7 @@ class AlignedArms:
 
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
         """One token of every row of layer ``number``, into ``out [B,H,P]``; ``slots`` are all of them."""
-        for cohort in self.cohorts:
-            part, held = inputs.rows(cohort.rows), self.token % cohort.interval_length
-            flushing = held == cohort.interval_length - 1
-            y = self._flush(cohort, number, part, held) if flushing else self._read(cohort, number, part, held)
-            out[cohort.rows].copy_(y)
+        self.side_by_side([partial(self._step, cohort, number, out, inputs) for cohort in self.cohorts])
 
     def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
         self.token += 1
@@ -183,6 +184,12 @@ class AlignedArms:
     def fill(self, states: Tensor) -> None:
         raise NotImplementedError("aligned arms start from zero states and see every token; they take no prompt")
 
+    def _step(self, cohort: Cohort, number: int, out: Tensor, inputs: Any) -> None:
+        part, held = inputs.rows(cohort.rows), self.token % cohort.interval_length
+        flushing = held == cohort.interval_length - 1
+        y = self._flush(cohort, number, part, held) if flushing else self._read(cohort, number, part, held)
+        out[cohort.rows].copy_(y)
+
     def _read(self, cohort: Cohort, number: int, inputs: Any, held: int) -> Tensor:
         layer = cohort.layers[number]
         ring, length = self._ring(cohort, number, held)
@@ -206,12 +213,12 @@ class AlignedArms:
             state = folded(layer, state, ring, length, inputs)
         y = step(state, inputs)
         words = None
-        for member in cohort.members:
-            own = state[member.rows]
-            if member.precision.stochastic and words is None:
-                counter: dict[str, Any] = {"request": cohort.requests, "layer": number, "flush": flushes[member.rows]}
-                words = random_words(own.shape, seed=self.seed, **counter)
-            made = own
+        if any(member.precision.stochastic for member in cohort.members):
+            counter: dict[str, Any] = {"request": cohort.requests, "layer": number, "flush": flushes[: self.rows]}
+            words = random_words(state[: self.rows].shape, seed=self.seed, **counter)
+
+        def write(member: Member) -> None:
+            own = made = state[member.rows]
             if member.update is not None:
                 rounded = pack(own, member.update.format, words if member.precision.stochastic else None)
                 member.update[number][:] = rounded
@@ -221,6 +228,8 @@ class AlignedArms:
                 member.read[number][:] = rounded
                 made = unpack(rounded)
             layer.state[member.rows].copy_(made)
+
+        cohort.side_by_side([partial(write, member) for member in cohort.members])
         flushes += 1
         return y
 

@@ -137,14 +137,14 @@ def _attend_kernel(
         place = base + (first + at)[:, None] * SIZE + d[None]
         seen = there[:, None] & whole[None]
         found = tl.load(keys + place, mask=seen, other=0.0)
-        score = tl.dot(queries, tl.trans(found), input_precision="ieee") * root
+        score = tl.dot(queries, tl.trans(found), input_precision="tf32x3") * root
         score = tl.where(there[None], score, -float("inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp(score - higher[:, None])
         faded = tl.exp(highest - higher)
         total = total * faded + tl.sum(weight, 1)
         found = tl.load(values + place, mask=seen, other=0.0)
-        result = result * faded[:, None] + tl.dot(weight.to(found.dtype), found, input_precision="ieee")
+        result = result * faded[:, None] + tl.dot(weight.to(found.dtype), found, input_precision="tf32x3")
         highest = higher
     rows = (row * T + token) * tl.num_programs(1) * SHARE + of_head
     if PIECES == 1:
