@@ -185,7 +185,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 LAUNCHES = {
     "one tile": WindowLaunch(rows=32),
     "two tiles": WindowLaunch(rows=16, tiles=2, warps=2),
-    "heads of a group": WindowLaunch(rows=16, tiles=2, heads=2, warps=4),
+    "heads of a group": WindowLaunch(rows=16, tiles=2, heads=2, warps=4, chunks=2),
     "eager": WindowLaunch(rows=16, eager=True),
 }
 

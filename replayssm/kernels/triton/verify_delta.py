@@ -8,7 +8,7 @@ whose ring has no room for another window also fold it into the checkpoint: the 
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# ruff: noqa: SIM102 (a condition is known to the compiler, or is not)
+# ruff: noqa: SIM102, RUF005 (a condition is known to the compiler, or is not; Triton has no unpacking into tuples)
 
 from __future__ import annotations
 
@@ -35,15 +35,21 @@ from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
 from replayssm.kernels.triton.verify_tiles import (
     TOKENS,
-    input_product,
+    column_chunks,
+    columns_of,
+    input_products,
     load_columns,
     load_tile,
     load_vectors,
     place,
+    ring_chunks,
     rows_of,
-    state_product,
+    squares,
+    state_products,
     store_tile,
+    store_vectors,
     sums,
+    vector_chunks,
     weighted,
 )
 from replayssm.recurrence.gdn import Inputs
@@ -82,14 +88,14 @@ class _Keys(NamedTuple):
     """What the key side gives, for columns of which each token has two, q and k. Of GDN, still without decays."""
 
     asked: Any
-    """``[PADDED,2C]`` by which the checkpoint is multiplied, ``norm [2C]`` by which that is."""
+    """Chunks ``[WIDTH,2C]`` by which the checkpoint is multiplied, ``norm [2C]`` by which that is."""
     norm: Any
     old: Any
     """``[RING,2C]`` products with the ring's keys, ``new [C,2C]`` with the window's."""
     new: Any
     folded: Any
-    """``[RING,PADDED]`` the ring's keys, as the fold takes them, ``weight [RING]`` to multiply them with, and
-    ``decay [PADDED]`` of the checkpoint's columns, KDA's only."""
+    """Chunks ``[RING,WIDTH]`` of the ring's keys, as the fold takes them, ``weight [RING]`` to multiply them with, and
+    ``decay``, chunks ``[WIDTH]`` of what is left of the checkpoint's columns, KDA's only."""
     weight: Any
     decay: Any
 
@@ -176,22 +182,20 @@ def _verify_kernel(
     ring_rnorm = ring.k_rnorm + slot * ring_strides.k_rnorm[0] + group * ring_strides.k_rnorm[1]
     q_window = inputs.q + row * strides.q[0] + group * strides.q[2]
     k_window = inputs.k + row * strides.k[0] + group * strides.k[2]
-    n = tl.arange(0, cut.PADDED)
-    k_old = load_ring_vectors(ring_k + entry * ring_strides.k[2], held, n, cut.N, cut)
-    k_new = load_vectors(k_window, c * strides.k[1], live, n, cut.N)
+    k_old = ring_chunks(ring_k + entry * ring_strides.k[2], held, cut)
+    k_new = vector_chunks(k_window, c * strides.k[1], live, cut)
     rnorm_old = load_ring(ring_rnorm + entry * ring_strides.k_rnorm[2], held, cut)
-    wide = k_new.to(tl.float32)
-    rnorm_new = rnorm(tl.sum(wide * wide, axis=1))
+    rnorm_new = rnorm(squares(k_new, 1, cut))
     t, of_q, both = a // 2, a % 2 == 0, a // 2 < count
-    q_columns = load_columns(q_window, t * strides.q[1], both & of_q, n, cut.N)
-    k_columns = load_columns(k_window, t * strides.k[1], both & (a % 2 == 1), n, cut.N)
-    qk = tl.where(of_q[None, :], q_columns, k_columns)
-    wide = qk.to(tl.float32)
-    norm = rnorm(tl.sum(wide * wide, axis=0)) * tl.where(of_q, scale, 1.0)
+    q_columns = column_chunks(q_window, t * strides.q[1], both & of_q, cut)
+    k_columns = column_chunks(k_window, t * strides.k[1], both & (a % 2 == 1), cut)
+    qk = ()
+    for p in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        qk = qk + (tl.where(of_q[None, :], q_columns[p], k_columns[p]),)
+    norm = rnorm(squares(qk, 0, cut)) * tl.where(of_q, scale, 1.0)
     if part == 0:
         if first_head % cut.SHARE == 0:
-            places = ring_k + (last * ring_strides.k[2])[:, None] + n[None, :]
-            tl.store(places, k_new, mask=live[:, None] & (n < cut.N)[None, :])
+            store_vectors(ring_k, last * ring_strides.k[2], live, k_new, cut)
             tl.store(ring_rnorm + last * ring_strides.k_rnorm[2], rnorm_new, mask=live)
         if first_head == 0:
             if due:
@@ -200,19 +204,21 @@ def _verify_kernel(
         ring_g = ring.g + slot * ring_strides.g[0] + first_head * ring_strides.g[1]
         g_window = inputs.g + row * strides.g[0] + first_head * strides.g[2]
         if part == 0:
-            g_new = load_vectors(g_window, c * strides.g[1], live, n, cut.N)
-            if form.GATED:
-                bias = tl.load(gates.dt_bias + first_head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
-                g_new = log_decay(g_new, tl.load(gates.A_log + first_head), bias[None, :], form.LOWER_BOUND)
-            places = ring_g + (last * ring_strides.g[2])[:, None] + n[None, :]
-            tl.store(places, g_new, mask=live[:, None] & (n < cut.N)[None, :])
+            for p in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                n = columns_of(p, cut)
+                g_new = load_vectors(g_window, c * strides.g[1], live, n, cut.N)
+                if form.GATED:
+                    bias = tl.load(gates.dt_bias + first_head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
+                    g_new = log_decay(g_new, tl.load(gates.A_log + first_head), bias[None, :], form.LOWER_BOUND)
+                places = ring_g + (last * ring_strides.g[2])[:, None] + n[None, :]
+                tl.store(places, g_new, mask=live[:, None] & (n < cut.N)[None, :])
         keys = _channel_keys(
             ring_g, ring_strides.g[2], oldest, length, g_window, strides.g[1], gates, first_head, k_old,
             k_new, rnorm_old, rnorm_new, q_window, k_window, strides.q[1], strides.k[1], qk, norm, count, cut, form,
         )  # fmt: skip
     else:
-        old = input_product(k_old, qk) * rnorm_old[:, None] * norm[None, :]
-        new = input_product(k_new, qk) * rnorm_new[:, None] * norm[None, :]
+        old = input_products(k_old, qk, cut) * rnorm_old[:, None] * norm[None, :]
+        new = input_products(k_new, qk, cut) * rnorm_new[:, None] * norm[None, :]
         keys = _Keys(asked=qk, norm=norm, old=old, new=new, folded=k_old, weight=rnorm_old, decay=None)
 
     if due:
@@ -251,7 +257,7 @@ def _walk(
             beta = sigmoid(beta)
         if form.CHANNELS:
             W_old, W_new, decay = keys.old, keys.new, keys.norm
-            total, weight = keys.decay[None, :], keys.weight
+            weight = keys.weight
         else:
             ring_g = ring.g + slot * ring_strides.g[0] + head * ring_strides.g[1]
             g_window = inputs.g + row * strides.g[0] + head * strides.g[2]
@@ -267,21 +273,26 @@ def _walk(
             W_old = keys.old * tl.exp(since[:, None] + through[None, :])
             W_new = keys.new * tl.exp(between)
             decay = keys.norm * exp(ended + through)
-            total, weight = exp(ended), keys.weight * exp(since)
+            weight = keys.weight * exp(since)
         for i in tl.range(cut.TILES, num_stages=STAGES):
             m = rows_of(i, part, cut)
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
             d_old = load_ring_vectors(ring_d + entry * ring_strides.d[2], held, m, cut.P, cut).T
             v = load_columns(v_window, c * strides.v[1], live, m, cut.P).to(tl.float32)
-            history = state_product(tile, keys.asked) * decay[None, :] + weighted(d_old, W_old)
+            history = state_products(tile, keys.asked, cut) * decay[None, :] + weighted(d_old, W_old)
             o, d = _corrected(history, v, W_new, beta, c, cut)
             mine = (m < cut.P)[:, None] & live[None, :]
             o_window = out + row * strides.out[0] + head * strides.out[2] + c[None, :] * strides.out[1]
             tl.store(o_window + m[:, None], o.to(out.dtype.element_ty), mask=mine)
             tl.store(ring_d + (last * ring_strides.d[2])[None, :] + m[:, None], d, mask=mine)
             if FOLDED:
-                moved = tile.to(tl.float32) * total + product(d_old * weight[None, :], keys.folded)
-                store_tile(state + head * strides.state[1], m, moved, cut)
+                for p in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                    if form.CHANNELS:
+                        kept = tile[p].to(tl.float32) * keys.decay[p][None, :]
+                    else:
+                        kept = tile[p].to(tl.float32) * exp(ended)
+                    moved = kept + product(d_old * weight[None, :], keys.folded[p])
+                    store_tile(state + head * strides.state[1], m, p, moved, cut)
 
 
 @triton.jit
@@ -311,42 +322,45 @@ def _channel_keys(
     """The `_Keys` of KDA, all decays in them. Log decays are summed, by products with triangles of ones or one after
     the other, and never subtracted.
     """
-    j, c, a, n = (
-        tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS), tl.arange(0, cut.PADDED)
-    )  # fmt: skip
-    # The ring: each key with its decay up to the ring's end, and the checkpoint's.
-    later = ((oldest + j + 1) % cut.CAPACITY) * ring_stride
-    g_later = load_columns(ring_g, later, j + 1 < length, n, cut.N)
-    since = product(g_later, tl.where(j[:, None] >= j[None, :], 1.0, 0.0).to(tl.bfloat16))
-    g_first = tl.load(ring_g + oldest * ring_stride + n, mask=(n < cut.N) & (length > 0), other=0.0)
-    decay = exp(tl.sum(g_later, axis=1) + g_first)
-    folded = (k_old.T.to(tl.float32) * exp(since)).T
-
-    # The window: q and k with their decay since the ring's end.
-    u = tl.arange(0, TOKENS)
-    g_new = load_columns(g_window, u * g_stride, u < count, n, cut.N)
+    j, c, a, u = tl.arange(0, cut.RING), tl.arange(0, cut.COLUMNS), tl.arange(0, 2 * cut.COLUMNS), tl.arange(0, TOKENS)
+    later, nearer = ((oldest + j + 1) % cut.CAPACITY) * ring_stride, tl.where(j[:, None] >= j[None, :], 1.0, 0.0)
+    earlier = tl.where(u[:, None] <= (a // 2)[None, :], 1.0, 0.0)
+    old = tl.zeros((tl.constexpr(cut.RING), tl.constexpr(2 * cut.COLUMNS)), tl.float32)
+    new = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(2 * cut.COLUMNS)), tl.float32)
+    asked, folded, decays = (), (), ()
     if form.GATED:
         A_log = tl.load(gates.A_log + head)
-        bias = tl.load(gates.dt_bias + head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
-        g_new = tl.where((u < count)[None, :], log_decay(g_new, A_log, bias[:, None], form.LOWER_BOUND), 0.0)
-    through = product(g_new, tl.where(u[:, None] <= (a // 2)[None, :], 1.0, 0.0).to(tl.bfloat16))
-    asked = qk.to(tl.float32) * exp(through)
-    old = tl.dot(folded, asked, input_precision="tf32x3") * rnorm_old[:, None] * norm[None, :]
+    for p in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        n = columns_of(p, cut)
+        # The ring: each key with its decay up to the ring's end, and the checkpoint's.
+        g_later = load_columns(ring_g, later, j + 1 < length, n, cut.N)
+        since = product(g_later, nearer.to(tl.bfloat16))
+        g_first = tl.load(ring_g + oldest * ring_stride + n, mask=(n < cut.N) & (length > 0), other=0.0)
+        decay = exp(tl.sum(g_later, axis=1) + g_first)
+        key = (k_old[p].T.to(tl.float32) * exp(since)).T
 
-    # Between two tokens of the window.
-    new = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(2 * cut.COLUMNS)), tl.float32)
-    behind = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(cut.PADDED)), tl.float32)
-    for s in tl.static_range(tl.constexpr(cut.T)):
-        here = (n < cut.N) & (s < count)
-        g = tl.load(g_window + s * g_stride + n, mask=here, other=0.0)
+        # The window: q and k with their decay since the ring's end.
+        g_new = load_columns(g_window, u * g_stride, u < count, n, cut.N)
         if form.GATED:
-            g = log_decay(g, A_log, bias, form.LOWER_BOUND)
-        q = tl.load(q_window + s * q_stride + n, mask=here, other=0.0).to(tl.float32)
-        k = tl.load(k_window + s * k_stride + n, mask=here, other=0.0).to(tl.float32)
-        behind += tl.where((c < s)[:, None], g[None, :], 0.0)
-        decayed = k_new.to(tl.float32) * tl.where((c <= s)[:, None], tl.exp(behind), 0.0)
-        seen_q, seen_k = tl.sum(decayed * q[None, :], axis=1), tl.sum(decayed * k[None, :], axis=1)
-        new = tl.where((a == 2 * s)[None, :], seen_q[:, None], new)
-        new = tl.where((a == 2 * s + 1)[None, :], seen_k[:, None], new)
+            bias = tl.load(gates.dt_bias + head * cut.N + n, mask=n < cut.N, other=0.0).to(tl.float32)
+            g_new = tl.where((u < count)[None, :], log_decay(g_new, A_log, bias[:, None], form.LOWER_BOUND), 0.0)
+        faded = qk[p].to(tl.float32) * exp(product(g_new, earlier.to(tl.bfloat16)))
+        old += tl.dot(key, faded, input_precision="tf32x3")
+
+        # Between two tokens of the window.
+        behind = tl.zeros((tl.constexpr(cut.COLUMNS), tl.constexpr(cut.WIDTH)), tl.float32)
+        for s in tl.static_range(tl.constexpr(cut.T)):
+            here = (n < cut.N) & (s < count)
+            g = tl.load(g_window + s * g_stride + n, mask=here, other=0.0)
+            if form.GATED:
+                g = log_decay(g, A_log, bias, form.LOWER_BOUND)
+            q = tl.load(q_window + s * q_stride + n, mask=here, other=0.0).to(tl.float32)
+            k = tl.load(k_window + s * k_stride + n, mask=here, other=0.0).to(tl.float32)
+            behind += tl.where((c < s)[:, None], g[None, :], 0.0)
+            decayed = k_new[p].to(tl.float32) * tl.where((c <= s)[:, None], tl.exp(behind), 0.0)
+            new += tl.where((a == 2 * s)[None, :], tl.sum(decayed * q[None, :], axis=1)[:, None], 0.0)
+            new += tl.where((a == 2 * s + 1)[None, :], tl.sum(decayed * k[None, :], axis=1)[:, None], 0.0)
+        asked, folded, decays = asked + (faded * decay[:, None],), folded + (key,), decays + (decay,)
+    old *= rnorm_old[:, None] * norm[None, :]
     new *= rnorm_new[:, None] * norm[None, :]
-    return _Keys(asked * decay[:, None], norm, old, new, folded, rnorm_old, decay)
+    return _Keys(asked, norm, old, new, folded, rnorm_old, decays)

@@ -18,7 +18,9 @@ class WindowLaunch:
     It has ``warps`` warps. Products that the heads of a group share are formed once a program. ``stages`` is how many
     tiles are on their way at once; a program of a single tile asks for it before anything else. ``registers`` caps
     those of a thread. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes; KDA ignores
-    it, since its vector decays are summed in time order. Raises ``ValueError`` on numbers that Triton cannot take.
+    it, since its vector decays are summed in time order. ``chunks`` are the parts in which a tile is multiplied and
+    written, of 16 columns at least: more of them take fewer registers. Raises ``ValueError`` on numbers that Triton
+    cannot take.
     """
 
     rows: int
@@ -28,9 +30,10 @@ class WindowLaunch:
     stages: int = 3
     registers: int | None = None
     eager: bool = False
+    chunks: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("rows", "warps"):
+        for field in ("rows", "warps", "chunks"):
             value = getattr(self, field)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{field}={value!r} is impossible; accepted: a power of two")
@@ -61,6 +64,8 @@ class WindowCut:
     N: int
     PADDED: int
     """N up to a power of two, 16 at least."""
+    CHUNKS: int
+    """Parts of a tile, ``[M,WIDTH]``."""
     M: int
     TILES: int
     HEADS: int
@@ -85,12 +90,14 @@ class WindowCut:
         rows = max(16, min(launch.rows, power_of_two(geometry.head_dim)))  # as tensor cores want
         tiles = min(launch.tiles, -(-geometry.head_dim // rows))
         window, eager = layer.window or 1, launch.eager and geometry.family != "kda"
+        padded = max(16, power_of_two(geometry.state_dim))
         return cls(
             H=geometry.heads,
             SHARE=geometry.heads_per_group,
             P=geometry.head_dim,
             N=geometry.state_dim,
-            PADDED=max(16, power_of_two(geometry.state_dim)),
+            PADDED=padded,
+            CHUNKS=min(launch.chunks, padded // 16),
             M=rows,
             TILES=tiles,
             HEADS=math.gcd(launch.heads, geometry.heads_per_group),
@@ -104,6 +111,10 @@ class WindowCut:
             RING=max(16, power_of_two(layer.capacity if eager else layer.interval_length)),
             EAGER=eager,
         )
+
+    @property
+    def WIDTH(self) -> int:
+        return self.PADDED // self.CHUNKS
 
     @property
     def PIECES(self) -> int:

@@ -26,15 +26,18 @@ from replayssm.kernels.triton.verify_arguments import check_counts, check_mamba2
 from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
 from replayssm.kernels.triton.verify_tiles import (
     TOKENS,
-    input_product,
+    column_chunks,
+    input_products,
     load_columns,
     load_tile,
-    load_vectors,
     place,
+    ring_chunks,
     rows_of,
-    state_product,
+    state_products,
     store_tile,
+    store_vectors,
     sums,
+    vector_chunks,
     weighted,
 )
 from replayssm.recurrence.mamba2 import Inputs
@@ -137,21 +140,20 @@ def _verify_kernel(
     due = (length > cut.L - cut.T) | (cut.L < cut.T)
 
     # Tokens: w of the window as a summand, c of the window as what asks.
-    w, c, n = tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS), tl.arange(0, cut.PADDED)
+    w, c = tl.arange(0, TOKENS), tl.arange(0, cut.COLUMNS)
     live, asked = w < count, c < count
     entry, _, held = ring_order(length, oldest, cut)
     last = (oldest + length + w) % cut.CAPACITY
     group = first_head // cut.SHARE
     ring_B = ring.B + slot * ring_strides.B[0] + group * ring_strides.B[1]
-    B_old = load_ring_vectors(ring_B + entry * ring_strides.B[2], held, n, cut.N, cut)
+    B_old = ring_chunks(ring_B + entry * ring_strides.B[2], held, cut)
     window_B = inputs.B + row * strides.B[0] + group * strides.B[2]
-    B_new = load_vectors(window_B, w * strides.B[1], live, n, cut.N)
-    C = load_vectors(inputs.C + row * strides.C[0] + group * strides.C[2], c * strides.C[1], asked, n, cut.N).T
-    BC_old, BC_new = input_product(B_old, C), input_product(B_new, C)
+    B_new = vector_chunks(window_B, w * strides.B[1], live, cut)
+    C = column_chunks(inputs.C + row * strides.C[0] + group * strides.C[2], c * strides.C[1], asked, cut)
+    BC_old, BC_new = input_products(B_old, C, cut), input_products(B_new, C, cut)
     if part == 0:
         if first_head % cut.SHARE == 0:
-            places = ring_B + (last * ring_strides.B[2])[:, None] + n[None, :]
-            tl.store(places, B_new, mask=live[:, None] & (n < cut.N)[None, :])
+            store_vectors(ring_B, last * ring_strides.B[2], live, B_new, cut)
         if first_head == 0:
             if due:
                 tl.store(ring.flushes + slot, tl.load(ring.flushes + slot) + 1)
@@ -203,7 +205,7 @@ def _walk(
             tile = S if cut.PIECES == 1 else load_tile(state + head * strides.state[1], m, cut)
             x_old = load_ring_vectors(ring_x + entry * ring_strides.x[2], held, m, cut.P, cut).T
             x_new = load_columns(inputs.x + row * strides.x[0] + head * strides.x[2], w * strides.x[1], live, m, cut.P)
-            y = state_product(tile, C) * decay[None, :] + weighted(x_old, W_old) + weighted(x_new, W_new)
+            y = state_products(tile, C, cut) * decay[None, :] + weighted(x_old, W_old) + weighted(x_new, W_new)
             if inputs.z is not None:
                 z_window = inputs.z + row * strides.z[0] + head * strides.z[2]
                 z = load_columns(z_window, c * strides.z[1], asked, m, cut.P).to(tl.float32)
@@ -213,10 +215,11 @@ def _walk(
             tl.store(y_window + m[:, None], y.to(out.dtype.element_ty), mask=mine & asked[None, :])
             tl.store(ring_x + (last * ring_strides.x[2])[None, :] + m[:, None], x_new, mask=mine & live[None, :])
             if FOLDED:
-                weight = dt_old * exp(A * sum_later(dt_old, age))
-                moved = product(x_old.to(tl.float32) * weight[None, :], B_old)
-                moved += tile.to(tl.float32) * exp(A * tl.sum(dt_old, axis=0))
-                store_tile(state + head * strides.state[1], m, moved, cut)
+                weight, kept = dt_old * exp(A * sum_later(dt_old, age)), exp(A * tl.sum(dt_old, axis=0))
+                for part_of_n in tl.static_range(tl.constexpr(cut.CHUNKS)):
+                    moved = product(x_old.to(tl.float32) * weight[None, :], B_old[part_of_n])
+                    moved += tile[part_of_n].to(tl.float32) * kept
+                    store_tile(state + head * strides.state[1], m, part_of_n, moved, cut)
 
 
 @triton.jit

@@ -1,9 +1,12 @@
 """What the kernels of a window share: who takes what, tiles of a state, sums of decays, products on tensor cores.
 
 ``cut`` is a `verify_launch.WindowCut` everywhere. Tokens of the ring are in time order, those of the window behind.
+What is as wide as a state's rows, N, is held as a tuple of chunks of WIDTH: a product over N adds up over them, and
+what tensor cores take of one chunk need not be kept for the next.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# ruff: noqa: RUF005 (Triton has no unpacking into tuples)
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import triton
 import triton.language as tl
 
 from replayssm.kernels.triton.rounding import INTERPRETED, nearest
-from replayssm.kernels.triton.tiles import product
+from replayssm.kernels.triton.tiles import load_ring_vectors, product
 
 TOKENS = tl.constexpr(16)
 """Tokens of a window that a product takes, as tensor cores want."""
@@ -32,20 +35,29 @@ def rows_of(i, part, cut: tl.constexpr):
 
 
 @triton.jit
-def load_tile(state, m, cut: tl.constexpr):
-    """Rows ``m`` of a head's ``state``, ``[M,PADDED]`` in its dtype; zero behind P and N."""
-    n = tl.arange(0, cut.PADDED)
-    pointers = state + m[:, None] * cut.ROW + n[None, :]
-    if cut.WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(m < cut.P)[:, None] & (n < cut.N)[None, :], other=0.0)
+def columns_of(c, cut: tl.constexpr):
+    """Columns ``[WIDTH]`` of chunk ``c``."""
+    return c * cut.WIDTH + tl.arange(0, cut.WIDTH)
 
 
 @triton.jit
-def store_tile(state, m, tile, cut: tl.constexpr):
-    """Write what `load_tile` reads, rounded to the nearest number of the state's dtype."""
-    n = tl.arange(0, cut.PADDED)
+def load_tile(state, m, cut: tl.constexpr):
+    """Rows ``m`` of a head's ``state``, chunks ``[M,WIDTH]`` in its dtype; zero behind P and N."""
+    chunks = ()
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        n = columns_of(c, cut)
+        pointers = state + m[:, None] * cut.ROW + n[None, :]
+        if cut.WHOLE:
+            chunks = chunks + (tl.load(pointers),)
+        else:
+            chunks = chunks + (tl.load(pointers, mask=(m < cut.P)[:, None] & (n < cut.N)[None, :], other=0.0),)
+    return chunks
+
+
+@triton.jit
+def store_tile(state, m, c, tile, cut: tl.constexpr):
+    """Write chunk ``c`` of what `load_tile` reads, rounded to the nearest number of the state's dtype."""
+    n = columns_of(c, cut)
     if state.dtype.element_ty != tl.float32:
         tile = nearest(tile, state.dtype.element_ty)
     mask = (m < cut.P)[:, None] & (n < cut.N)[None, :]
@@ -62,6 +74,51 @@ def load_vectors(pointer, offsets, valid, n, end):
 def load_columns(pointer, offsets, valid, n, end):
     """`load_vectors` with a vector a column: ``[n,J]``."""
     return tl.load(pointer + offsets[None, :] + n[:, None], mask=valid[None, :] & (n < end)[:, None], other=0.0)
+
+
+@triton.jit
+def vector_chunks(pointer, offsets, valid, cut: tl.constexpr):
+    """Whole vectors of N by `load_vectors`."""
+    chunks = ()
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        chunks = chunks + (load_vectors(pointer, offsets, valid, columns_of(c, cut), cut.N),)
+    return chunks
+
+
+@triton.jit
+def column_chunks(pointer, offsets, valid, cut: tl.constexpr):
+    """Whole vectors of N by `load_columns`."""
+    chunks = ()
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        chunks = chunks + (load_columns(pointer, offsets, valid, columns_of(c, cut), cut.N),)
+    return chunks
+
+
+@triton.jit
+def ring_chunks(pointers, valid, cut: tl.constexpr):
+    """Whole vectors of N by `tiles.load_ring_vectors`."""
+    chunks = ()
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        chunks = chunks + (load_ring_vectors(pointers, valid, columns_of(c, cut), cut.N, cut),)
+    return chunks
+
+
+@triton.jit
+def store_vectors(pointer, offsets, valid, chunks, cut: tl.constexpr):
+    """Write what `vector_chunks` loads."""
+    for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
+        n = columns_of(c, cut)
+        mask = valid[:, None] & (n < cut.N)[None, :]
+        tl.store(pointer + offsets[:, None] + n[None, :], chunks[c], mask=mask)
+
+
+@triton.jit
+def squares(chunks, axis: tl.constexpr, cut: tl.constexpr):
+    """Sums of squares over N, which lies along ``axis``, in float32."""
+    total = tl.sum(chunks[0].to(tl.float32) * chunks[0].to(tl.float32), axis=axis)
+    for c in tl.static_range(1, tl.constexpr(cut.CHUNKS)):
+        total += tl.sum(chunks[c].to(tl.float32) * chunks[c].to(tl.float32), axis=axis)
+    return total
 
 
 @triton.jit
@@ -86,6 +143,15 @@ def input_product(a, b):
 
 
 @triton.jit
+def input_products(a, b, cut: tl.constexpr):
+    """`input_product` over N: chunks ``[J,WIDTH]`` and ``[WIDTH,C]``."""
+    total = input_product(a[0], b[0])
+    for c in tl.static_range(1, tl.constexpr(cut.CHUNKS)):
+        total += input_product(a[c], b[c])
+    return total
+
+
+@triton.jit
 def halves(x):
     """Two tf32 numbers whose sum is ``x``, in float32, to 2^-23: the nearest one, and the rest, of which tensor cores
     drop at most the last bit.
@@ -95,8 +161,17 @@ def halves(x):
 
 
 @triton.jit
+def state_products(S, b, cut: tl.constexpr):
+    """`state_product` over N: chunks ``[M,WIDTH]`` and ``[WIDTH,C]``."""
+    total = state_product(S[0], b[0])
+    for c in tl.static_range(1, tl.constexpr(cut.CHUNKS)):
+        total += state_product(S[c], b[c])
+    return total
+
+
+@triton.jit
 def state_product(S, b):
-    """``S [M,PADDED] @ b [PADDED,C]`` to float32's accuracy, for a state and operands of any dtype: a float32 state is
+    """``S [M,WIDTH] @ b [WIDTH,C]`` to float32's accuracy, for a state and operands of any dtype: a float32 state is
     never rounded, but split. Numbers of 16 bits are tf32 numbers.
     """
     if S.dtype == b.dtype and S.dtype != tl.float32:
