@@ -1,13 +1,15 @@
 """Copies of the project, in which a test may plant a fault, and the project's real commands run there in processes.
 
-A copy takes the last-level cache of its machine for one of 2 MiB: rotating five times as much takes milliseconds, and
+A copy takes the last-level cache of its machine for one of 1 MiB: rotating five times as much takes milliseconds, and
 is the same work everywhere.
 """
 
 from __future__ import annotations
 
+import compileall
 import csv
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -15,18 +17,33 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from numba.core.caching import _CacheLocator
+from preloaded import Preloaded, Process
 
 from replayssm.kernels.cpu.compilation import CACHE_DIRECTORY
 
 subfolder = _CacheLocator.get_suitable_cache_subpath
 ROOT = Path(__file__).parents[1]
 PARTS = ("analysis", "configs", "experiments", "replayssm", "tests", "results/paper", "pyproject.toml")
-SMALL = ("model=nemotron_3_nano_4b", "model.ssm.heads=16", "batch_size=4", "interval_length=4", "threads=1")
-"""A case of 2.5 MiB of state: four copies rotate."""
+SMALL = ("model=nemotron_3_nano_4b", "model.ssm.heads=8", "batch_size=4", "interval_length=4", "threads=1")
+"""A case of 1.25 MiB of state: four copies rotate."""
 LIMIT_S = 300
+
+
+@functools.cache
+def preloaded() -> Preloaded:
+    """The one of this process."""
+    return Preloaded()
+
+
+@functools.cache
+def compile_once() -> None:
+    """Byte code beside this checkout's sources, which copies take with them."""
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            compileall.compile_dir(ROOT / part, quiet=2)
 
 
 class Tree:
@@ -40,6 +57,7 @@ class Tree:
         self.folder, self.cache = folder, cache
         self.root, self.records = folder / "project", folder / "records"
         shutil.rmtree(folder, ignore_errors=True)
+        compile_once()
         for part in PARTS:
             source, copy = ROOT / part, self.root / part
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +67,7 @@ class Tree:
                 shutil.copy2(source, copy)
         self._take_compiled()
         cache_bytes = '"last_level_cache_bytes": '
-        self.patch("experiments/measure/provenance.py", f"{cache_bytes}_last_level_cache()", f"{cache_bytes}2 << 20")
+        self.patch("experiments/measure/provenance.py", f"{cache_bytes}_last_level_cache()", f"{cache_bytes}1 << 20")
 
     def _take_compiled(self) -> None:
         """Numba keeps machine code in a folder named after that of its sources, and reads it if those are the same."""
@@ -69,25 +87,37 @@ class Tree:
         assert text.count(old) == 1, f"the patch matches {text.count(old)} times in {file}, once is needed:\n{old}"
         path.write_text(text.replace(old, new), encoding="utf-8")
 
-    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """``python -m ...`` in the tree; its output is read as text."""
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(self.cache), "COLUMNS": "120"}
-        environment.pop("PYTHONPATH", None)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-m", *arguments], cwd=self.root, env=environment, **(pipes | options))
+    def environment(self) -> dict[str, str]:
+        """Variables of the commands."""
+        told = os.environ | {"NUMBA_CACHE_DIR": str(self.cache), "COLUMNS": "120"}
+        told.pop("PYTHONPATH", None)
+        return told
+
+    def start(self, *arguments: str, stderr: IO[str] | None = None) -> Process:
+        """``python -m ...`` in the tree, with packages loaded already; see `preloaded`."""
+        return preloaded().start(*arguments, cwd=self.root, env=self.environment(), stderr=stderr)
 
     def run(self, *arguments: str) -> Done:
         """``python -m ...`` in the tree, to its end."""
-        with self.start(*arguments) as process:
-            try:
-                out, err = process.communicate(timeout=LIMIT_S)
-            finally:
-                process.kill()
-        return Done(process.returncode, out, err)
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+        return Done(process.wait(), out, err)
 
-    def experiment(self, *options: str) -> Done:
+    def run_anew(self, *arguments: str) -> Done:
+        """As `run`, in a new interpreter."""
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(
+            command, cwd=self.root, env=self.environment(), capture_output=True, text=True, timeout=LIMIT_S
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def experiment(self, *options: str, anew: bool = False) -> Done:
         """The kernel experiment; what is recorded is added to ``records``."""
-        return self.run("experiments.kernel", *options, f"records={self.records}")
+        run = self.run_anew if anew else self.run
+        return run("experiments.kernel", *options, f"records={self.records}")
 
     def analyse(self) -> Tables:
         """Tables, as ``python -m analysis`` makes them from ``records``."""

@@ -4,8 +4,9 @@ A fault that an arm or the harness has makes the experiment refuse the arm, as `
 run itself shows makes the analysis exclude its records. Either way no table may hold a speedup. Faults of speculative
 decoding, which no experiment times yet, must fail the tests of the mutated copy.
 
-Copies run two at a time. Their records are analysed by the real command where a gate of the analysis has to refuse
-them, and in this process where the experiment has refused them itself.
+Copies run two at a time, with packages loaded already (`preloaded`), but for one control. Their records are analysed
+by the real command where a gate of the analysis has to refuse them, and in this process where the experiment has
+refused them itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 from faults import DRAFTS, FAULTS, GDN, REPLAY, SMOKE, STORED, Fault
-from planted import Done, Tables, Tree
+from planted import Done, Tables, Tree, preloaded
 
 from analysis import tables
 from analysis.load import load
@@ -54,11 +55,11 @@ def run_fault(tree: Tree, fault: Fault) -> Outcome:
     return Outcome(done, tree.lines(), analysed_here(tree.records) if fault.gate == "status" else tree.analyse())
 
 
-def run_control(tree: Tree, overrides: tuple[str, ...]) -> Outcome:
+def run_control(tree: Tree, overrides: tuple[str, ...], anew: bool) -> Outcome:
     for _ in range(ATTEMPTS):
         for path in tree.records.glob("*.jsonl"):
             path.unlink()
-        outcome = Outcome(tree.experiment(*overrides), tree.lines(), tree.analyse())
+        outcome = Outcome(tree.experiment(*overrides, anew=anew), tree.lines(), tree.analyse())
         if {e["gate"] for e in outcome.tables.exclusions} != {"A/A"}:
             break
     return outcome
@@ -82,6 +83,7 @@ def outcome_of(
 ) -> Iterator[Callable[[str], Any]]:
     """The outcome of the selected cases of this module by name; all are started at once, a few at a time."""
     base = tmp_path_factory.mktemp("planted")
+    preloaded()  # before two lanes want it at once
     lanes: queue.Queue[Path] = queue.Queue()
     for number in range(LANES):
         lanes.put(base / f"lane{number}")
@@ -93,7 +95,7 @@ def outcome_of(
         finally:
             lanes.put(lane)
 
-    tasks: dict[str, tuple[Any, ...]] = {name: (run_control, options) for name, options in CONTROLS.items()}
+    tasks: dict[str, tuple[Any, ...]] = {n: (run_control, o, n == "all arms") for n, o in CONTROLS.items()}
     tasks |= {name: (run_fault, fault) for name, fault in FAULTS.items()}
     tasks |= {name: (run_drafts, *patch) for name, patch in DRAFTS.items()}
     mine = [item for item in request.session.items if item.path == request.path]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from planted import Tree
+from planted import LIMIT_S, Tree, preloaded
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,8 +54,10 @@ def test_inline_commands_name_options_that_exist() -> None:
             continue
         if "experiments.upload" in command:  # needs an account at Weights & Biases
             command = "python -m experiments.upload --help"
-        done = subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        arguments = shlex.split(command.removeprefix("python -m "))
+        process = preloaded().start(*arguments, cwd=ROOT, env=dict(os.environ))
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)h][^)]*)\)", TEXT))))

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from planted import SMALL, Tree
+from preloaded import Process
 
 from experiments.case import Case, Precision, Timing
 from experiments.measure import runner
@@ -89,7 +90,7 @@ def seconds_to(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> float:
     return min(elapsed_s, limit_s)
 
 
-def kill_main(process: subprocess.Popen[str]) -> set[int]:
+def kill_main(process: Process) -> set[int]:
     """SIGKILL the process alone; returns the children that it had at that moment."""
     os.kill(process.pid, signal.SIGSTOP)
     left = children(process.pid)
@@ -98,13 +99,9 @@ def kill_main(process: subprocess.Popen[str]) -> set[int]:
     return left
 
 
-def start_interruptible(tree: Tree, *options: str) -> subprocess.Popen[str]:
-    """The quick case, heeding Ctrl-C even where a shell without job control has started us in the background."""
-
-    def heed() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    return tree.start("experiments.kernel", *QUICK, f"records={tree.records}", *options, preexec_fn=heed)
+def start(tree: Tree, *options: str) -> Process:
+    """The quick case."""
+    return tree.start("experiments.kernel", *QUICK, f"records={tree.records}", *options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -128,14 +125,17 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(fresh: Tree, tmp_path: Path) 
 
     moments, orphans, before = random.Random(5), set(), {}
     errors = (tmp_path / "stderr").open("w+")
-    for _ in range(KILLS):
+    for number in range(KILLS):
+        begun = time.monotonic()
         process = fresh.start("experiments.kernel", *SWEEP, f"records={fresh.records}", stderr=errors)
         # At most a little behind a run's first group, and within it when few are left: the last run must find work.
         latest = 1.6 if GROUPS - len(before) > 2 else 0.7
         moment_s, shift_s = moments.uniform(0.1, latest) * group_s, moments.uniform(0, 0.2) * group_s
-        took_s = seconds_to(functools.partial(files_beside, before, fresh.records), moment_s)
-        if took_s < moment_s:
-            group_s = took_s
+        if number % 2:  # not before there is a worker
+            wait_for(functools.partial(children, process.pid))
+        left_s = max(0.0, moment_s - (time.monotonic() - begun))
+        if seconds_to(functools.partial(files_beside, before, fresh.records), left_s) < left_s:
+            group_s = time.monotonic() - begun
             time.sleep(shift_s)
         assert process.poll() is None
         orphans |= kill_main(process)
@@ -159,7 +159,7 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(fresh: Tree, tmp_path: Path) 
 
 
 def test_ctrl_c_is_one_line_and_the_same_command_goes_on(fresh: Tree) -> None:
-    process = start_interruptible(fresh)
+    process = start(fresh)
     workers = wait_for(lambda: children(process.pid))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT_S)
@@ -176,7 +176,7 @@ def test_a_group_that_is_being_written_is_finished(fresh: Tree, how: signal.Sign
     once, twice = "        for line in lines:\n", "        for line in lines:\n            time.sleep(0.3)\n"
     fresh.patch("experiments/measure/journal.py", once, twice)
     try:
-        process = start_interruptible(fresh)
+        process = start(fresh)
         wait_for(lambda: any(contents(fresh.records).values()))
         workers = children(process.pid)
         process.send_signal(how)
@@ -315,7 +315,7 @@ def test_a_worker_does_not_go_on_alone(fresh: Tree) -> None:
     begun = fresh.folder / "begun"
     lines = f"open({str(begun)!r}, 'w'); layers = StoredLayers(case, copies, stored_step)"
     (fresh.root / "experiments/arms/stored_told.py").write_text(ARM.format(lines))
-    process = start_interruptible(fresh, "arms=[stored/told]", "timing.rounds=10000")
+    process = start(fresh, "arms=[stored/told]", "timing.rounds=10000")
     wait_for(begun.exists)
     workers = children(process.pid)
     process.kill()
