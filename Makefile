@@ -8,6 +8,9 @@ EXTRAS ?= dev eval
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/environment.py --environment $(ENVIRONMENT)
 
+# Without byte code every process that a test starts compiles its imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help reproduce test test-gpu lint format check compile-gpu resolve-gpu clean
 
