@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ UNEVEN, EVEN = Launch(2, 1, 1, lanes=4, stages=1), Launch(4, 1, 1, lanes=4, stag
 STALE, BROKEN = Launch(8, 1, 1, lanes=4, stages=1), Launch(1, 1, 1, lanes=4, stages=1)
 CLOCK_MS = {UNEVEN: (10, 30), EVEN: (20, 21)}
 """Of a sample, with aligned and with staggered rows; 40 for any other launch."""
-SOURCE = Path(tune.__file__).parents[1]
 
 
 class Clock(StandIn):
@@ -163,25 +161,22 @@ def test_a_bad_table_is_one_line_for_tuner_and_kernel(clock: Clock) -> None:
 @pytest.mark.parametrize("model", models_with_geometry())
 @pytest.mark.parametrize("operation", ["stored", "replay"])
 def test_candidates_are_distinct_and_within_the_budget(model: str, operation: str) -> None:
-    for state, batch in ((s, b) for s in ("fp32_bf16", "fp16_bf16") for b in (1, 256)):
-        case = tune.question_from_config(config(f"model={model}", f"precision={state}", f"batch_size={batch}"))
-        found = launches.candidates(operation, case.geometry, batch, 4 if state == "fp32_bf16" else 2)
+    geometry = tune.question_from_config(config(f"model={model}")).geometry
+    for state_bytes, batch in itertools.product((4, 2), (1, 256)):
+        found = launches.candidates(operation, geometry, batch, state_bytes)
         assert len(set(found)) == len(found) <= launches.BUDGET
-        assert state != "fp32_bf16" or len(found) >= launches.BUDGET - 2
-        assert all(launch.rows * launch.tiles < 2 * case.geometry.head_dim for launch in found)
+        assert state_bytes == 2 or len(found) >= launches.BUDGET - 2
+        assert all(launch.rows * launch.tiles < 2 * geometry.head_dim for launch in found)
 
 
-def test_a_dry_run_needs_no_gpu_and_a_run_does() -> None:
-    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "experiments.tune", *arguments]
-        return subprocess.run(command, cwd=SOURCE, capture_output=True, text=True)
-
-    dry = python("dry_run=true", "batch_size=1")
-    assert dry.returncode == 0
-    assert dry.stdout.count("rows=") == 2 * launches.BUDGET
-    wet = python("batch_size=1")
-    assert (wet.returncode, wet.stdout) == (2, "")
-    assert wet.stderr == "device=cuda finds no NVIDIA GPU; accepted: a machine where nvidia-smi lists a GPU\n"
+def test_a_dry_run_needs_no_gpu_and_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.main(config("dry_run=true", "batch_size=1")) == 0
+    assert capsys.readouterr().out.count("rows=") == 2 * launches.BUDGET
+    with pytest.raises(
+        ConfigError, match=r"^device=cuda finds no NVIDIA GPU; accepted: a machine where nvidia-smi lists a GPU$"
+    ):
+        tune.main(config("batch_size=1"))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
