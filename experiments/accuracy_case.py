@@ -22,8 +22,9 @@ from experiments.case import (
     interval_length_from_config,
     threads_from_config,
 )
+from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
-from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
+from experiments.options import ConfigError, choice, flag, get, integer, listed, number, only, refuse, text
 from experiments.precisions import named, names
 from experiments.weights import FOLDER, weights_folder
 from replayssm.arms import ARMS
@@ -110,12 +111,9 @@ def case_from_config(config: Mapping[str, Any]) -> AccuracyCase:
     folder = _folder(config)
     task = _task(config)
     arms_from_config(config)
-    check_run_options(config)
-    if not flag(config, "dry_run"):
-        _refuse_without_packages()
     if task.chat_template and _chat_template(folder) is None:
         raise refuse("task.chat_template", True, "false", f"needs a chat template, which {folder} lacks")
-    return AccuracyCase(
+    case = AccuracyCase(
         model=folder.name,
         path=str(folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder),
         weights_digest=digest(folder),
@@ -128,11 +126,16 @@ def case_from_config(config: Mapping[str, Any]) -> AccuracyCase:
         threads=threads_from_config(config),
         seed=integer(config, "seed", 0, 2**63 - 1),
     )
+    check_run_options(config)
+    if not config["dry_run"]:
+        nvidia.refuse_without(case.device)
+        _refuse_without_packages()
+    return case
 
 
 def arms_from_config(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The arms to run, in the order given; none twice."""
-    accepted = f"a list of {DAMAGED}, {', '.join(names())}"
+    accepted = f"a list of {listed([DAMAGED, *names()], where='configs/precision')}"
     arms = get(config, "arms", accepted)
     if not isinstance(arms, list) or not arms:
         raise refuse("arms", arms, f"{accepted}, at least one")

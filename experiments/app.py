@@ -46,7 +46,7 @@ from omegaconf.errors import (
 from experiments.case import case_from_config
 from experiments.help_page import help_page, primary_configs
 from experiments.names import CONFIGS, with_model_named, with_timing_named
-from experiments.options import ConfigError, refuse, shown
+from experiments.options import ConfigError, listed, refuse, shown
 
 VERSION_BASE = "1.3"
 NOBODY_READS = 141  # what a shell reports for a process that SIGPIPE ended
@@ -146,7 +146,19 @@ def _run(
         if in_task:
             raise
         raise ConfigError(describe(error, [])) from None
+    except OSError as error:
+        if in_task or isinstance(error, BrokenPipeError):
+            raise
+        raise ConfigError(_unusable(error, args.overrides)) from None
     return next((code for code in codes if code), 0)
+
+
+def _unusable(error: OSError, overrides: Sequence[str]) -> str:
+    """The line for a folder in which Hydra can write nothing: one of its own settings, or the temporary folder."""
+    places = ("hydra.run.", "hydra.sweep.", "hydra.output_subdir")
+    asked = " ".join(o for o in overrides if o.lstrip("+").startswith(places)) or "the temporary folder"
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{asked} cannot be used ({where}{error.strerror}); accepted: folders that can be made and written"
 
 
 @contextlib.contextmanager
@@ -253,6 +265,8 @@ def _refuse_sweeps(overrides: Sequence[Override], multirun: bool) -> None:
 def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser, folders: Sequence[Path]) -> None:
     """Hydra answers a choice that is no word with a traceback, and takes one with a slash for another group."""
     for override in overrides:
+        if not override.key_or_group:
+            raise ConfigError(f"{override.input_line} names no option; accepted: option=value")
         group = CONFIGS / override.key_or_group
         if override.is_delete() or not group.is_dir():
             continue
@@ -264,7 +278,7 @@ def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser, fold
 
 def _unknown_choice(group: str, written: str, folders: Sequence[Path]) -> str:
     known = sorted({f.stem for folder in folders for f in (folder / group).glob("*.yaml")})
-    return f"{group}={written} is unknown; accepted: one of {', '.join(known)}"
+    return f"{group}={written} is unknown; accepted: one of {listed(known, written)}"
 
 
 def _unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path]) -> str:
@@ -357,14 +371,14 @@ def describe(error: Exception, overrides: Sequence[Override], folders: Sequence[
             group, choices = "--config-name", primary_configs(CONFIGS)
         else:
             choices = sorted(error.options)
-        return f"{group}={shown(name)} is unknown; accepted: {', '.join(choices)}"
+        return f"{group}={shown(name)} is unknown; accepted: {listed(choices, name)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is missing; accepted: {key}=VALUE"
     if isinstance(cause, InterpolationResolutionError):
         return f"{written} cannot be resolved: {_first_line(cause)}; accepted: a value, or the name of another option"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
         known = sorted(str(key) for key in cause.parent_node if key != "hydra") or ["what --help lists"]
-        return f"{written} is not an option; accepted: {', '.join(known)}"
+        return f"{written} is not an option; accepted: {listed(known, written)}"
     message = _first_line(cause) if cause is not error else " ".join(str(error).split())
     culprit = next((str(o.input_line) for o in overrides if o.key_or_group in message), written)
     message = f"{culprit} cannot be composed: {message}" if culprit else message

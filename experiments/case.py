@@ -180,10 +180,10 @@ def shared_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_run_options(config: Mapping[str, Any]) -> None:
     """Refuse options of the run, which are no part of the case, that cannot be."""
     flag(config, "repeat")
-    tracker_from_config(config)
     records = text(config, "records", "a folder")
     if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
         _refuse_unwritable(records)
+    tracker_from_config(config)  # last, since it may find a package missing
 
 
 def _window(config: Mapping[str, Any]) -> tuple[int, int] | None:

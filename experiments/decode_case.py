@@ -19,6 +19,7 @@ from experiments.case import (
     model_from_config,
     shared_from_config,
 )
+from experiments.measure import nvidia
 from experiments.options import ConfigError, get, integer, only, refuse, text
 from experiments.weights import digest
 from replayssm.arms import ARMS
@@ -71,6 +72,8 @@ def case_from_config(config: Mapping[str, Any]) -> DecodeCase:
         raise refuse("steps", case.steps, accepted)
     decode_arms(config)
     check_run_options(config)
+    if not config["dry_run"]:
+        nvidia.refuse_without(case.device)
     return replace(case, geometry=_geometry(model_config(case)))  # imports torch
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from experiments.case import Case
 from experiments.measure import nvidia, runner
 from experiments.measure.journal import alone
-from experiments.options import refuse
 from experiments.tracking.mirror import Mirror
 from experiments.tracking.options import tracker_from_config
 
@@ -37,8 +36,7 @@ def sweep(experiment: Experiment, configs: list[dict[str, Any]]) -> int:
         if config["dry_run"]:
             print(experiment.dry_run_line(case, arms))
             continue
-        if case.device == "cuda" and nvidia.gpu() is None:
-            raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
+        nvidia.refuse_without(case.device)
         alike = (Path(config["records"]).resolve(), arms, config["repeat"], tracker_from_config(config))
         together.setdefault((*alike, None if case.device == "cuda" else case), []).append(case)
     worst = 0

@@ -104,8 +104,7 @@ def main(config: dict[str, Any]) -> int:
     if config["dry_run"]:
         print(f"{case_hash(case)}  {label(case)}: {', '.join(arm.name for arm in arms)}")
         return 0
-    if case.device == "cuda" and nvidia.gpu() is None:
-        raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
+    nvidia.refuse_without(case.device)
     device = devices.DEVICES[case.device]
     device.begin(case)  # type: ignore[arg-type]
     source = "experiments/measure/layer_drift.py"

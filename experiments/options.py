@@ -6,10 +6,15 @@ config (nested dicts, as composed), the option's dotted name, and what is accept
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+LONGEST_LIST = 260
+"""Characters of accepted names that are all listed in a refusal."""
+SHOWN_OF_LONG_LIST = 5
 
 
 class ConfigError(ValueError):
@@ -40,6 +45,19 @@ def refuse(option: str, value: object, accepted: str, why: str = "is impossible"
     return ConfigError(f"{shown(option)}={shown(value)} {why}; accepted: {accepted}")
 
 
+def listed(names: Sequence[str], near: object = "", where: str = "--help") -> str:
+    """The names; of a list that is longer than a person reads some, those most like ``near`` if given, and how many
+    others ``where`` tells.
+    """
+    text = ", ".join(names)
+    if len(text) <= LONGEST_LIST:
+        return text
+    some = names[:SHOWN_OF_LONG_LIST]
+    if near:
+        some = difflib.get_close_matches(str(near), names, SHOWN_OF_LONG_LIST, cutoff=0)
+    return f"{', '.join(some)} or {len(names) - len(some)} others, see {where}"
+
+
 def get(config: Mapping[str, Any], option: str, accepted: str) -> Any:
     """The value at a dotted name; refuses an absent one."""
     node: Any = config
@@ -63,7 +81,7 @@ def only(config: Mapping[str, Any], accepted: Iterable[str], prefix: str = "") -
     for key, value in group.items():
         if key not in accepted:
             name = f"{prefix}.{key}" if prefix else str(key)
-            raise refuse(name, value, ", ".join(accepted), "is not an option")
+            raise refuse(name, value, listed(accepted, key), "is not an option")
 
 
 def integer(config: Mapping[str, Any], option: str, low: int, high: int | None = None, why: str = "") -> int:
@@ -100,10 +118,9 @@ def _refuse_text(option: str, value: object, accepted: str) -> None:
 
 def choice(config: Mapping[str, Any], option: str, accepted: Collection[str]) -> str:
     """One of the words in ``accepted``."""
-    text = ", ".join(accepted)
-    value = get(config, option, text)
+    value = get(config, option, listed([*accepted]))
     if not isinstance(value, str) or value not in accepted:
-        raise refuse(option, value, text, "is unknown")
+        raise refuse(option, value, listed([*accepted], value), "is unknown")
     return value
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.app import run
-from experiments.options import refuse
 from experiments.pg19_case import ROOT, DriftCase, arms_from_config, case_from_config, case_hash
 from experiments.tracking.mirror import Mirror
 from experiments.tracking.options import tracker_from_config
@@ -45,8 +44,7 @@ def main(config: dict[str, Any]) -> int:
     if config["dry_run"]:
         print(f"{case_hash(case)}  {label(case)}: {len(arms)} arms, {needed_bytes(case, len(arms)) / 2**30:.2f} GiB")
         return 0
-    if case.device == "cuda" and nvidia.gpu() is None:
-        raise refuse("device", "cuda", "cpu, or a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
+    nvidia.refuse_without(case.device)
     folder = Path(config["records"]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     mirror = Mirror(tracker_from_config(config), folder, sys.argv)

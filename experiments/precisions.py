@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.names import CONFIGS
-from experiments.options import ConfigError, refuse
+from experiments.options import ConfigError, listed, refuse
 from replayssm.geometry import MAX_INTERVAL_LENGTH
 from replayssm.precision import Precision
 
@@ -50,7 +50,8 @@ def named(arm: str, interval_length: int = 16) -> PrecisionArm:
     """The arm of that name. Raises ``ConfigError``, one line, on one that does not exist."""
     name, at, length = str(arm).partition("@")
     if name not in names():
-        raise refuse("arms", arm, f"{', '.join(names())}; or one with @L, its interval length", "has no such precision")
+        known = listed(names(), name, "configs/precision")
+        raise refuse("arms", arm, f"{known}; or one with @L, its interval length", "has no such precision")
     if at and not (length.isdecimal() and 1 <= int(length) <= MAX_INTERVAL_LENGTH):
         raise refuse("arms", arm, f"{name}@L with L from 1 to {MAX_INTERVAL_LENGTH}")
     return PrecisionArm(str(arm), _read(name), int(length) if at else interval_length)

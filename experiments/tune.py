@@ -42,8 +42,7 @@ def main(config: dict[str, Any]) -> int:
     """Tune for one case, or with ``dry_run`` list the candidates. Returns 1 if no launch of a step was right."""
     case = question_from_config(config)
     if not config["dry_run"]:
-        if nvidia.gpu() is None:
-            raise refuse("device", "cuda", "a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
+        nvidia.refuse_without("cuda", instead="")
         if find_spec("triton") is None:
             raise ConfigError("Triton is not installed; accepted: an environment with it, pip install -e '.[gpu]'")
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the driver's tools number GPUs

@@ -32,10 +32,10 @@ def main() -> int:
     missing = next((path for path in named if not _is_dir(path)), None)
     if missing is not None:
         return _refuse(f"{missing} is no folder; accepted: folders of *.jsonl or *.jsonl.gz files, or - for stdin")
-    if not installed("wandb"):
-        return _refuse(f"experiments.upload needs wandb, which is not installed; accepted: {INSTALL}")
     if asked.dashboard and asked.mode != "online":
         return _refuse(f"--dashboard with --mode {asked.mode} can be saved nowhere; accepted: --mode online")
+    if not installed("wandb"):
+        return _refuse(f"experiments.upload needs wandb, which is not installed; accepted: {INSTALL}")
     try:
         if asked.dashboard:
             from experiments.tracking.dashboard import save

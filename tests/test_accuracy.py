@@ -16,11 +16,13 @@ import tiny_models
 from lm_eval.api.instance import Instance
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from experiments import accuracy, chat, lm_eval_model, lm_eval_tasks
+from experiments import accuracy, accuracy_case, chat, lm_eval_model, lm_eval_tasks
 from experiments.accuracy_case import case_from_config, case_hash
 from experiments.app import CONFIGS, to_plain
+from experiments.measure import nvidia
 from experiments.measure.accuracy_record import AccuracyRecord, Answers, is_accuracy
 from experiments.options import ConfigError
+from experiments.tracking import options as tracking_options
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("task.generator={items: 8, length: 64, facts: 4, seed: 1}", "batch_size=8", "threads=1")
@@ -37,9 +39,10 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def records(folder: Path) -> list[AccuracyRecord]:
-    lines = [line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    """In the order in which they ended; files of two runs in one second have names in any order."""
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert all(map(is_accuracy, lines))
-    return [AccuracyRecord.from_json(line) for line in lines]
+    return sorted(map(AccuracyRecord.from_json, lines), key=lambda record: record.ended_utc)
 
 
 def test_every_answer_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +196,7 @@ def test_data_out_of_reach_and_unknown_tasks_are_said_in_a_line(monkeypatch: pyt
     [
         ("model.path=/nowhere", "model.path=/nowhere is no folder; accepted: a Hugging Face folder with config.json"),
         ("model=nemotron_3_nano_4b", "model=nemotron_3_nano_4b ships no weights; accepted: model.path=a Hugging Face"),
-        ("arms=[shared_fp32,nvfp4]", "arms=nvfp4 has no such precision; accepted: dual_fp16_sr_fp8, "),
+        ("arms=[shared_fp32,nvfp4]", "arms=nvfp4 has no such precision; accepted: shared_nvfp4, "),
         ("arms=[damaged,damaged]", "arms=damaged is repeated; accepted: each arm once"),
         ("arms=[]", "arms=[] is impossible; accepted: a list of damaged, dual_fp16_sr_fp8"),
         ("engine=replay/jax", "engine=replay/jax is unknown; accepted: stored/torch, "),
@@ -210,6 +213,20 @@ def test_a_wrong_option_is_refused_in_one_line(override: str, line: str) -> None
         case_from_config(composed(override))
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_value_is_refused_before_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy_case, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(nvidia, "gpu", lambda: None)
+    monkeypatch.setattr(tracking_options, "installed", lambda package: False)
+    for wrong, told in {
+        "batch_size=0": "batch_size=0 is impossible",
+        "records=/dev/null": "records=/dev/null cannot be used: /dev/null is not a folder",
+        "device=cuda": "device=cuda finds no NVIDIA GPU; accepted: cpu, or a machine where nvidia-smi lists a GPU$",
+        "tracker=none": "accuracy needs no_such_package; accepted: pip install",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{told}"):
+            case_from_config(composed(*([] if wrong == "device=cuda" else ["tracker=wandb"]), wrong))
 
 
 def test_what_changes_answers_changes_the_case_and_nothing_else() -> None:

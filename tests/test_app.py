@@ -91,23 +91,23 @@ def folder(tmp_path: Path) -> Path:
 MODELS = "kimi_k3, kimi_linear_48b"
 BAD = {
     "batch_size=0": ["batch_size=0", "an integer from 1 to 1000000"],
-    "interval_length=0": ["interval_length=0", "from 1 to 64"],
     "model=unheard_of": ["model=unheard_of", MODELS],
+    "arms=[stored/gpu]": ["arms=stored/gpu", "replay/cpu, replay/torch, stored/cpu, stored/torch"],
+    "-m batch_size=1,8,0": ["batch_size=0", "an integer from 1 to 1000000"],
+    "dry_run=true records=../probe.py": ["records=../probe.py", "probe.py is not a folder", "can be written"],
+}
+BAD_TOO = {
+    "interval_length=0": ["interval_length=0", "from 1 to 64"],
     "model=glm_5_3_flash": ["model=glm_5_3_flash has no published layer geometry", "kimi_k3"],
     "model.ssm.heads=95": ["model.ssm.heads=95", "model.ssm.groups=8", "a multiple"],
     "precision.state=fp16": ["precision.state=fp16 is held by no arm of device=cpu", "fp32"],
     "device=cuda": ["precision.state=fp32 is held by no arm of device=cuda", "none"],
-    "arms=[stored/gpu]": ["arms=stored/gpu", "replay/cpu, replay/torch, stored/cpu, stored/torch"],
     "batch_sise=1": ["batch_sise=1", "batch_size"],
     "records=???": ["records is missing", "records=VALUE"],
     "batch_size==1": ["batch_size==1", "option=value"],
     "--nope": ["--nope", "--help"],
-    "-m batch_size=1,8,0": ["batch_size=0", "an integer from 1 to 1000000"],
     "-m batch_size=1 model=qwen3_5_4b,nope": ["model=nope", MODELS],
     "--cfg job model=nope": ["model=nope", MODELS],
-    "dry_run=true records=../probe.py": ["records=../probe.py", "probe.py is not a folder", "can be written"],
-}
-BAD_TOO = {
     "batch_size=abc": ["batch_size=abc is text", "an integer from 1"],
     'batch_size="8"': ['batch_size="8" is text', "an integer from 1"],
     "batch_size=": ['batch_size=""', "an integer from 1"],
@@ -126,7 +126,7 @@ BAD_TOO = {
     "model.name=Mine": ["model.name=Mine", "lower-case letters"],
     "-m model.name=mine,a/b": ["model.name=a/b", "lower-case letters"],
     "timing.rounds.x=3": ["timing.rounds.x=3", "--help"],
-    "precision=fp64": ["precision=fp64", "fp32_bf16, fp32_fp32"],
+    "precision=fp64": ["precision=fp64", "fp16_bf16, "],
     "timing=nope": ["timing=nope", "smoke"],
     "timing=3": ["timing=3", "smoke"],
     "hydra/launcher=nope": ["hydra/launcher=nope", "basic"],
@@ -152,7 +152,11 @@ BAD_TOO = {
     "-m hydra.job.name=a,b": ["hydra.job.name=a,b", "one value"],
     "-m batch_size=${nope},1": ["batch_size=${nope},1", "a value"],
     "-m --cfg job": ["--cfg --multirun", "one of"],
+    "=3": ["=3 names no option", "option=value"],
+    "-m batch_size=1 +=3,4": ["+=3,4 names no option", "option=value"],
+    "precision=shared_nvfp5": ["precision=shared_nvfp5", "accepted: shared_nvfp4, ", " others, see --help"],
 }
+UNWRITABLE = ("hydra.run.dir={}", "-m batch_size=1,2 hydra.sweep.dir={}", "-m hydra.sweep.dir={} hydra/launcher=basic")
 BAD_TRAFFIC = {
     "window=4": ["accepted=null", "1 to 4"],
     "accepted=2": ["accepted=2", "window"],
@@ -220,6 +224,17 @@ def assert_refused(
     assert_one_line(err, said)
 
 
+@pytest.mark.parametrize("arguments", UNWRITABLE)
+def test_a_folder_of_hydra_that_cannot_be_made_is_named(
+    arguments: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder.parent / "file").touch()
+    place = f"{folder.parent}/file/x"
+    assert_refused(
+        "kernel", arguments.format(place), [f"dir={place} cannot", "folders that"], folder, monkeypatch, capsys
+    )
+
+
 SSM = "family: gdn\nssm: {heads: 4, groups: 2, head_dim: 8, state_dim: 16}\n"
 BAD_FILES = {
     "no yaml": (f"name: mine\n{SSM}moe: {{top_k: 4\n".encode(), ["model/mine.yaml, line 5", "YAML"]),
@@ -258,7 +273,6 @@ def test_a_model_file_does_not_share_its_name_with_a_published_one(
         ("traffic", "model=kimi_k3"),
         ("kernel", "--help"),
         ("kernel", "--cfg job"),
-        ("kernel", "dry_run=true"),
         ("kernel", "-m dry_run=true batch_size=1,8"),
     ],
 )
@@ -276,7 +290,7 @@ def test_what_measures_nothing_needs_no_folder_that_can_be_written(
     assert not [f for f in (folder.parent / "arms").iterdir() if f.suffix != ".py"]
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--cfg job", "dry_run=true", "-m dry_run=true batch_size=1,8"])
+@pytest.mark.parametrize("arguments", ["--help", "--cfg job", "-m dry_run=true batch_size=1,8"])
 def test_a_reader_that_leaves_is_no_error(folder: Path, arguments: str) -> None:
     command = [sys.executable, "-m", "experiments.kernel", *arguments.split()]
     read, write = os.pipe()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -182,15 +180,14 @@ def test_a_case_that_cannot_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) ->
     assert records[0].decode["memory"]["keys_values"] > 2**40
 
 
-def test_a_checkpoint_goes_on_greedily(tmp_path: Path) -> None:
-    """Through the command, in a process of its own; a second run finds everything recorded."""
+def test_a_checkpoint_goes_on_greedily(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own; a second run finds everything recorded."""
     tiny_model("qwen-mlp-tied").save_pretrained(tmp_path / "mine")
-    options = [f"weights={tmp_path / 'mine'}", f"records={tmp_path / 'records'}", "arms=[stored/cpu,replay/cpu]"]
-    command = [sys.executable, "-m", "experiments.decode", *options, *OPTIONS.split()[1:]]
+    options = ["threads=1", f"weights={tmp_path / 'mine'}", f"records={tmp_path / 'records'}"]
+    asked = hydra.compose("decode", [*options, "arms=[stored/cpu,replay/cpu]", *OPTIONS.split()[1:]])
     for expected in ("tokens/s", "recorded already"):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+        assert decode.main(to_plain(asked)) == 0
+        assert expected in capsys.readouterr().out
     lines = [line for file in (tmp_path / "records").glob("*.jsonl") for line in file.read_text().splitlines()]
     records = [Record.from_json(line) for line in lines]
     assert [r.status for r in records] == ["ok", "ok"]

@@ -12,6 +12,8 @@ import os
 import subprocess
 from typing import Any
 
+from experiments.options import refuse
+
 LOWERED = ("sw_thermal_slowdown", "hw_thermal_slowdown", "hw_slowdown", "hw_power_brake_slowdown")
 """Reasons for which a clock is lower than the card was built for; a power cap belongs to the card."""
 REASONS = {
@@ -28,6 +30,13 @@ REASONS = {
 STATE_FIELDS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The name since driver 535, and the one before it; nvidia-smi answers nothing if it does not know a field."""
+
+
+def refuse_without(device: str, instead: str = "cpu, or ") -> None:
+    """Raises ``ConfigError`` where a case is to run on ``cuda`` and there is no GPU; ``instead``: what else is
+    accepted."""
+    if device == "cuda" and gpu() is None:
+        raise refuse("device", device, f"{instead}a machine where nvidia-smi lists a GPU", "finds no NVIDIA GPU")
 
 
 @functools.cache
