@@ -8,13 +8,17 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 
 from analysis import tables
 from analysis.load import load
 from experiments import layer_drift
 from experiments.app import CONFIGS, to_plain
+from experiments.measure import layer_drift as measure
 from experiments.measure.drift_record import DriftRecord
 from experiments.options import ConfigError
+from experiments.precisions import named
+from replayssm.geometry import Geometry
 
 MODELS = {"kimi_linear_48b": 2, "qwen3_5_4b": 2, "nemotron_3_nano_4b": 12}
 
@@ -76,6 +80,24 @@ def test_numbers_off_by_more_than_rounding_enter_no_table(measured: Path, tmp_pa
     evidence = load([tmp_path])
     assert not evidence.drift
     assert {e.gate for e in evidence.exclusions} == {"noise floor"}
+
+
+def test_an_outputs_error_is_that_of_all_its_values_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: two arms, one sequence, outputs of 2 x 3 values."""
+    outputs = torch.tensor([[[2.0, 2, 2], [2, 2, 2]], [[2, 2, 5], [2, 1, 2]]])
+
+    class Fixed:
+        period, slots = 16, 2
+        rows_of = staticmethod(lambda arm: slice(arm, arm + 1))
+        step = staticmethod(lambda layer, out, inputs, slots: out.copy_(outputs))
+        commit = staticmethod(lambda slots: None)
+
+    monkeypatch.setattr(measure, "AlignedArms", lambda *_, **__: Fixed)
+    monkeypatch.setattr(measure, "state_errors", lambda states: {})
+    arms = [named("shared_fp32"), named("shared_nvfp4")]
+    drift = measure.LayerDrift(Geometry("gdn", 2, 2, 3, 4), arms, count=1, tokens=2, seed=0, device="cpu")
+    drift.run()
+    assert drift.output_error.tolist() == [[[0, 0]], [[10 / 24, 10 / 24]]]
 
 
 @pytest.mark.parametrize(
