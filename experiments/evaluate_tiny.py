@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from experiments import hybrids
 from experiments.assets import recall, vocabulary
+from experiments.options import LineParser
 
 WINDOW = 64
 LEVELS = [(128, 4), (256, 8), (512, 16), (1024, 16), (2048, 16), (4096, 16)]
@@ -198,7 +198,7 @@ after them. The books are not PG-19.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = LineParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--longest", type=int, default=131072, help="tokens a held-out stretch, and at most a recall row"

@@ -14,13 +14,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from tokenizers import Tokenizer
-
+from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
-from replayssm.engine import ARMS, Engine, Request, Sampling
-from replayssm.models import ModelError, load_model
+from experiments.options import ConfigError, LineParser, choice, integer, number, refuse
+from experiments.weights import FOLDER
+from replayssm.arms import ARMS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TINY = ROOT / "experiments" / "assets" / "models" / "tiny-nemotron-h"
 PROMPT = "It was a dark and stormy night"
@@ -47,8 +50,8 @@ def end_of_text(folder: Path) -> frozenset[int]:
 
 
 def main() -> int:
-    """Returns 2, behind one line, on a folder, an arm or a number that cannot be."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.generate", description=__doc__.splitlines()[0])
+    """Returns 2, behind one line, on a folder, an arm or a number that cannot be: most before PyTorch is imported."""
+    parser = LineParser(prog="python -m experiments.generate", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=TINY, help="a Hugging Face folder")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=120, help="at most so many")
@@ -59,29 +62,53 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     try:
-        pieces = generated(options)
-        for piece in pieces:
+        check(options)
+        for piece in generated(options):
             print(piece, end="", flush=True)
         print()
-    except ModelError as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` on what can be seen to be wrong without PyTorch."""
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is no folder; accepted: {FOLDER}")
+    for name in ("config.json", "tokenizer.json"):
+        if not (options.folder / name).is_file():
+            raise ConfigError(f"{options.folder} lacks {name}; accepted: {FOLDER}")
+    given = vars(options)
+    if not options.prompt:
+        raise refuse("prompt", options.prompt, "a text")
+    integer(given, "tokens", 1)
+    number(given, "temperature", 0, equal=True)
+    number(given, "top_p", 0, 1)
+    integer(given, "seed", 0, 2**63 - 1)
+    choice(given, "arm", ARMS)
+    nvidia.refuse_without(options.device)
+
+
 def generated(options: argparse.Namespace) -> Iterator[str]:
-    """The prompt and what follows, in pieces. Raises `ModelError`."""
-    file = options.folder / "tokenizer.json"
+    """The prompt and what follows, in pieces. Raises ``ConfigError``."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from replayssm.engine import Engine, Request, Sampling
+    from replayssm.models import ModelError, load_model
+
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    model = load_model(options.folder, dtype=dtype, device=options.device)
-    if not file.is_file():
-        raise ModelError(f"{options.folder} lacks tokenizer.json; accepted: a folder with one")
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     end = end_of_text(options.folder)
-    engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + max(1, options.tokens))
-    tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])
+    try:
+        model = load_model(options.folder, dtype=dtype, device=options.device)
+        engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + options.tokens)
+        tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
     yield options.prompt
     yield from text_of((token.token for token in tokens if token.token not in end), tokenizer)
 

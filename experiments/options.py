@@ -6,11 +6,12 @@ config (nested dicts, as composed), the option's dotted name, and what is accept
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 LONGEST_LIST = 260
 """Characters of accepted names that are all listed in a refusal."""
@@ -19,6 +20,13 @@ SHOWN_OF_LONG_LIST = 5
 
 class ConfigError(ValueError):
     """A request that cannot be carried out; its text is one line for the person who made it."""
+
+
+class LineParser(argparse.ArgumentParser):
+    """Its refusals are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; accepted: what --help lists\n")
 
 
 def shown(value: object) -> str:

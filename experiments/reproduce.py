@@ -10,7 +10,6 @@ Evidence that is committed comes from the same cases with ``--records results/re
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from experiments.case import Case, arms_from_config, case_from_config
 from experiments.measure import runner
 from experiments.measure.journal import alone
 from experiments.measure.sources import ROOT
+from experiments.options import LineParser
 
 MODELS = ("nemotron_3_nano_4b", "qwen3_5_4b", "kimi_linear_48b")
 SWEEP = (
@@ -62,7 +62,7 @@ def label_of(case: Case) -> str:
 
 def main() -> int:
     """Run what is pending, then rebuild the results. Returns 1 if an arm was wrong, failed or ran out of time."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description=__doc__.splitlines()[0])
+    parser = LineParser(prog="python -m experiments.reproduce", description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=Path, default=ROOT / "results/local/records", help="folder of the records")
     parser.add_argument("--repeat", action="store_true", help="measure again what is recorded already")
     parser.add_argument("--budget-s", type=float, default=420.0, help="start no case after this many seconds")

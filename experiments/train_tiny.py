@@ -42,12 +42,13 @@ from torch import Tensor
 from experiments import evaluate_tiny, hybrids
 from experiments.assets import vocabulary
 from experiments.evaluate_tiny import LEVELS, WINDOW, answers, ask
+from experiments.options import LineParser
 
 LOGGED = ("loss", "recall_loss", "bits_per_byte", "mtp_bits_per_byte", "recall", "norm")
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = LineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=hybrids.MODELS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; a run found there goes on")
     parser.add_argument("--ship", type=Path, help="folder to write the Hugging Face model to")

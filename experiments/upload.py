@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.measure.record import read_lines
+from experiments.options import LineParser
 from experiments.tracking.options import DEFAULT_FOLDER, DEFAULT_PROJECT, INSTALL, MODES, Tracker, installed
 from experiments.tracking.runs import TrackedRun, runs
 
@@ -84,7 +85,7 @@ def _refuse(line: str) -> int:
 def _options() -> argparse.Namespace:
     summary, _, rest = __doc__.partition("\n")
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m experiments.upload", None, summary, rest, formatter_class=layout)
+    parser = LineParser("python -m experiments.upload", None, summary, rest, formatter_class=layout)
     parser.add_argument("records", nargs="*", default=[DEFAULT_RECORDS], help=f"folders; default: {DEFAULT_RECORDS}")
     parser.add_argument("--mode", choices=MODES, default="online")
     parser.add_argument("--project", default=DEFAULT_PROJECT)

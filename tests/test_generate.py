@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,18 +50,35 @@ def test_characters_are_shown_whole() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["/nowhere"], "/nowhere is no folder; accepted: a folder with config.json and safetensors"),
+        (["/nowhere"], "/nowhere is no folder; accepted: a Hugging Face folder with config.json, tok"),
         (["--arm", "stored/vllm"], "arm=stored/vllm is unknown; accepted: stored/torch"),
-        (["--tokens", "0"], "request 0 asks for 0 tokens"),
-        (["--temperature", "-1"], "temperature=-1.0 is impossible"),
-        (["--prompt", ""], "the prompt of request 0 is impossible; accepted: at least one token"),
+        (["--tokens", "0"], "tokens=0 is impossible; accepted: an integer of at least 1"),
+        (["--temperature", "-1"], "temperature=-1.0 is impossible; accepted: a number of at least 0"),
+        (["--top-p", "0"], "top_p=0.0 is impossible; accepted: a number above 0 and at most 1"),
+        (["--prompt", ""], 'prompt="" is impossible; accepted: a text'),
+        (["--device", "cuda"], "device=cuda finds no NVIDIA GPU; accepted: cpu, or a machine where nvidia-smi li"),
     ],
 )
 def test_refusals_are_one_line(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(generate.nvidia, "gpu", lambda: None)
     assert run(monkeypatch, *options) == 2
     told = capsys.readouterr()
     assert told.err.startswith(message)
     assert told.err.count("\n") == 1
     assert told.out == ""
+
+
+def test_a_refusal_is_one_line_and_comes_before_torch() -> None:
+    code = (
+        "import sys, atexit; from experiments import generate\n"
+        "atexit.register(lambda: print(sorted({'torch', 'tokenizers', 'numpy'} & set(sys.modules))))\n"
+        "sys.argv[1:] = OPTIONS; sys.exit(generate.main())"
+    )
+    for options in (["--temperature", "-1"], ["--device", "tpu"], ["--tokens", "many"], ["--nope"]):
+        command = [sys.executable, "-c", code.replace("OPTIONS", repr(options))]
+        told = subprocess.run(command, cwd=generate.ROOT, capture_output=True, text=True)
+        assert (told.returncode, told.stdout) == (2, "[]\n"), told.stderr
+        assert told.stderr.count("\n") == 1
+        assert "; accepted: " in told.stderr
