@@ -1,8 +1,11 @@
 """Accuracy by arm: every arm against the first one of its case, item by item.
 
-Both arms answered the same items, so they are compared by what changed: items lost and gained, the exact McNemar test
-on those, and an interval of the difference by bootstrap. Items of one passage share a state, so the bootstrap resamples
-passages; McNemar's test takes items as independent, which makes its p somewhat too small where they are not. Where no
+Both arms answered the same items, so they are compared by what changed: items lost and gained, an exact test of those,
+and an interval of the difference by bootstrap. The item is the observation, however often it was answered: its repeats
+depend on each other, and only its share of right answers counts. It is lost where that share is lower than with the
+first arm, and gained where it is higher. If the arms were alike either would be as likely, which the exact sign test
+asks; with one answer an item it is McNemar's. Items of one passage share a state, so the bootstrap resamples
+passages; the sign test takes items as independent, which makes its p somewhat too small where they are not. Where no
 item changed a bootstrap knows no spread: the bound of a verdict therefore counts three more lost items, as many as may
 be missed with a chance of 5 %.
 
@@ -49,6 +52,7 @@ COLUMNS = [
     "read",
     "stochastic",
     "items",
+    "repeats",
     "passages",
     "accuracy",
     "low",
@@ -115,6 +119,12 @@ def marks(answers: Answers) -> Array:
     return np.array([[int(mark) for mark in repeat] for repeat in answers.correct], dtype=np.float64).mean(0)
 
 
+def changed(before: Answers, after: Answers) -> tuple[int, int]:
+    """Items lost and gained: right in fewer of their repeats than before, and in more."""
+    difference = marks(after) - marks(before)
+    return int((difference < 0).sum()), int((difference > 0).sum())
+
+
 def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided p of as uneven a split of the items that changed, if either way were as likely."""
     return min(1.0, 2 * float(bdtr(min(lost, gained), lost + gained, 0.5))) if lost + gained else 1.0
@@ -134,7 +144,8 @@ def interval(values: Array, groups: npt.NDArray[Any], seed: int) -> tuple[float,
 def _compared(answers: Answers, arm: str, arms: dict[str, AccuracyRecord]) -> dict[str, Any]:
     accuracy, low, high = _percent(marks(answers), np.array(answers.group), _seed(answers, arm))
     row: dict[str, Any] = {
-        "items": len(answers.group) * len(answers.correct),
+        "items": len(answers.group),
+        "repeats": len(answers.correct),
         "passages": len(set(answers.group)),
         "accuracy": accuracy,
         "low": low,
@@ -144,8 +155,7 @@ def _compared(answers: Answers, arm: str, arms: dict[str, AccuracyRecord]) -> di
     reference = _same(arms.get(REFERENCE), answers)
     if arm == REFERENCE or reference is None:
         return row | {"verdict": IS_REFERENCE if arm == REFERENCE else f"no {REFERENCE} of the same items"}
-    before, after = "".join(reference.correct), "".join(answers.correct)
-    lost, gained = (sum(pair == way for pair in zip(before, after, strict=True)) for way in (("1", "0"), ("0", "1")))
+    lost, gained = changed(reference, answers)
     difference = _percent(marks(answers) - marks(reference), np.array(answers.group), _seed(answers, arm, "difference"))
     row |= {"lost": lost, "gained": gained, "mcnemar_p": float(f"{mcnemar(lost, gained):.3g}")}
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
@@ -155,8 +165,7 @@ def _compared(answers: Answers, arm: str, arms: dict[str, AccuracyRecord]) -> di
 def _verdict(arm: str, row: dict[str, Any], reference: Answers, control: Answers | None) -> str:
     if control is None:
         return NO_CONTROL
-    before, after = "".join(reference.correct), "".join(control.correct)
-    lost, gained = (sum(pair == way for pair in zip(before, after, strict=True)) for way in (("1", "0"), ("0", "1")))
+    lost, gained = changed(reference, control)
     if lost <= gained or mcnemar(lost, gained) > CONTROL_P:
         return NOTHING
     if arm == CONTROL:

@@ -64,9 +64,11 @@ NOTES = {
     "layer_ratios": "Errors of an arm of one layer over those of another over the same inputs: outputs, update copies.",
     "drift_heads": "Relative errors of the states at the last position recorded, by layer and head, of two arms.",
     "accuracy": "Every arm against shared_fp32 on the same items; accuracies in percent, differences in points, 95 % "
-    "intervals by bootstrap over passages. McNemar's p is exact, over items that changed. damaged forgets its states "
-    "at the end of the prompt: where it does not lose, the task proves nothing about states, and no arm gets a "
-    "verdict. A verdict counts three more lost items than were seen.",
+    "intervals by bootstrap over passages. An item counts once, however often it was answered: it is lost if right in "
+    "fewer of its repeats than with shared_fp32, gained if in more; p is that of the exact sign test on these, which "
+    "is McNemar's with one answer an item. damaged forgets its states at the end of the prompt: where it does not "
+    "lose, the task proves nothing about states, and no arm gets a verdict. A verdict counts three more lost items "
+    "than were seen.",
     "accuracy_by_distance": "Items by the intervals of L tokens between a fact and the question about it; percent, "
     "95 % intervals by bootstrap over passages.",
     "roofs": "The share is the time that the bytes take at the bandwidths of the same run over the measured time; "

@@ -70,6 +70,31 @@ def test_no_arm_gets_a_verdict_where_the_control_does_not_lose(control: Accuracy
     assert found["shared_nvfp4"]["verdict"] == found["dual_fp16_sr_nvfp4"]["verdict"] == verdict
 
 
+def test_a_control_that_gains_has_not_lost() -> None:
+    found = by_arm([record("shared_fp32", 1900), GRID[1], record("damaged", 100)])
+    assert (found["damaged"]["lost"], found["damaged"]["gained"]) == (0, 1800)
+    assert found["damaged"]["mcnemar_p"] < accuracy.CONTROL_P
+    assert found["damaged"]["verdict"] == found["dual_fp16_sr_nvfp4"]["verdict"] == accuracy.NOTHING
+
+
+def test_repeats_of_an_item_are_one_observation() -> None:
+    """By hand: ten items, each answered forty times; five that are always wrong are five, not two hundred."""
+
+    def repeated(arm: str, *shares: int) -> AccuracyRecord:
+        marks = tuple("".join("1" if n < share else "0" for share in shares) for n in range(40))
+        told = {"correct": marks, "group": tuple(range(10)), "distance": ()}
+        return record(arm, 0, answers=(Answers(**vars(GRID[0].answers[0]) | told),))
+
+    whole = repeated("shared_fp32", *[40] * 9, 20)
+    found = by_arm([whole, repeated("shared_int8", *[40] * 8, 39, 21), repeated("damaged", *[0] * 5, *[40] * 4, 20)])
+    row = found["shared_int8"]
+    assert (row["items"], row["repeats"], row["lost"], row["gained"], row["mcnemar_p"]) == (10, 40, 1, 1, 1)
+    assert row["difference"] == 0
+    row = found["damaged"]
+    assert (row["lost"], row["gained"], row["mcnemar_p"]) == (5, 0, 0.0625)
+    assert row["verdict"] == accuracy.NOTHING
+
+
 def test_a_few_items_of_which_none_changed_do_not_prove_that_none_would() -> None:
     few = [r.answers[0] for r in GRID]
     small = [
