@@ -54,7 +54,7 @@ def measure(case: AccuracyCase, arms: tuple[str, ...], folder: Path, repeat: boo
     from experiments.measure.journal import Journal
 
     known = {} if repeat else {record.key: record for record in recorded(folder)}
-    session = accuracy_run.Session(case, arms, ("experiments/accuracy.py", *sys.argv[1:]), folder)
+    session = accuracy_run.Session(case, arms, tuple(sys.argv), folder)
     session.arms = tuple(arm for arm in arms if session.key(arm) not in known)
     journal, done, failed = Journal(folder, "accuracy"), [], False
     for arm in arms:

@@ -100,6 +100,23 @@ def test_the_caches_of_all_cores_add_up(tmp_path: Path, monkeypatch: pytest.Monk
     assert provenance.cpu()["last_level_cache_bytes"] == 32768 * 1024
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (f"{sources.ROOT}/experiments/kernel.py", "experiments/kernel.py"),
+        ("records=/home/somebody/my records/new", "records=.../new"),
+        ("hydra.searchpath=[file:///home/somebody/a,/tmp/b/]", "hydra.searchpath=[file:.../a,.../b]"),
+        ("'weights=~/models/tiny'", "'weights=.../tiny'"),
+        ("/home/somebody/a:/home/somebody/b", ".../a:.../b"),
+        ("arms=[stored/cpu,replay/cpu]", "arms=[stored/cpu,replay/cpu]"),
+        ("records=results/local/records", "records=results/local/records"),
+        (".../new", ".../new"),
+    ],
+)
+def test_a_record_tells_no_place_outside_of_the_checkout(word: str, told: str) -> None:
+    assert provenance.without_places(word) == told
+
+
 def test_arm_sources_are_what_runs_inside_a_sample() -> None:
     of_replay, of_stored = (sources.arm_sources(arm, "any CPU") for arm in ("replay/torch", "stored/torch"))
     assert "experiments/arms/replay_torch.py" in of_replay

@@ -66,7 +66,7 @@ class Session:
             packages=provenance.packages(PACKAGES),
             device=self.device,
             environment=provenance.environment(),
-            argv=self.argv,
+            argv=provenance.command_line(self.argv),
             seeds={"case": self.case.seed},
             started_utc=started,
             ended_utc=now_utc(),

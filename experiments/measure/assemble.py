@@ -65,7 +65,7 @@ class Group:
             device=self.device,
             device_state=provenance.state_during(*state),
             environment=provenance.environment(),
-            argv=self.argv,
+            argv=provenance.command_line(self.argv),
             seeds={"case": self.case.seed, "order": order_seed(self.case, self.replicate)},
             started_utc=self.started_utc,
             ended_utc=now_utc(),

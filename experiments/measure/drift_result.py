@@ -143,7 +143,7 @@ class Run:
             packages=provenance.packages(),
             device=self.device,
             environment=provenance.environment(),
-            argv=self.argv,
+            argv=provenance.command_line(self.argv),
             seeds={"rounding": self.case.seed},
             started_utc=self.started_utc,
             ended_utc=now_utc(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from importlib import metadata
@@ -20,6 +21,7 @@ from experiments.measure.sources import ROOT
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
 PACKAGES += ("vllm", "flashinfer-python", "flash-linear-attention", "fla-core", "mamba-ssm")
 VARIABLES = ("OMP_", "MKL_", "NUMBA_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH_", "CUDA_", "TRITON_", "MALLOC_")
+ABSOLUTE_PATH = re.compile(r"""(?:(?<=[=,:;\['"\s])|^)~?/[^,:;\]'"]*""")
 _CPU = Path("/sys/devices/system/cpu")
 
 
@@ -49,8 +51,25 @@ def packages(more: Iterable[str] = ()) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables that change threads, compilers or allocators."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    """Environment variables that change threads, compilers or allocators; paths as in `without_places`."""
+    return {name: without_places(value) for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+
+
+def command_line(argv: Iterable[str]) -> tuple[str, ...]:
+    """The words of a command, paths as in `without_places`."""
+    return tuple(map(without_places, argv))
+
+
+def without_places(text: str) -> str:
+    """The text with each absolute path relative to the checkout, or outside of it as ``.../`` and its last part: where
+    somebody keeps folders is nobody's business, and is another place on every machine.
+    """
+
+    def told(match: re.Match[str]) -> str:
+        path = Path(match[0])
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f".../{path.name}"
+
+    return ABSOLUTE_PATH.sub(told, text)
 
 
 def device(kind: str) -> dict[str, Any]:

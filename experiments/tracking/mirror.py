@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from experiments.measure.provenance import command_line
 from experiments.measure.record import read_lines
 from experiments.measure.sources import ROOT
 from experiments.tracking.options import Tracker
@@ -23,7 +24,7 @@ class Mirror:
     """Follows the records that this command writes to ``folder``; without a tracker it does nothing."""
 
     def __init__(self, tracker: Tracker | None, folder: Path, argv: Iterable[str]) -> None:
-        self.tracker, self.folder, self.argv = tracker, folder, list(argv)
+        self.tracker, self.folder, self.argv = tracker, folder, command_line(argv)
         self.seen = set(self._lines()) if tracker else set()
 
     def catch_up(self) -> None:
