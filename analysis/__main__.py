@@ -20,7 +20,7 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 
-from analysis import choose, claims, figures, published, report, tables, terminal
+from analysis import captions, choose, claims, figures, published, report, tables, terminal
 from analysis.load import Evidence, load
 from experiments.options import LineParser
 
@@ -30,6 +30,7 @@ KINDS = {"tables": (".csv", ".md", ".tex"), "figures": (".svg", ".png"), "report
 """Folder of outputs -> the kinds of files that are written there."""
 NAMES = {"tables": (*tables.NAMES, "claims"), "figures": figures.NAMES, "report": ("index", "choose")}
 OWN = {f"{folder}/{name}{kind}" for folder, names in NAMES.items() for name in names for kind in KINDS[folder]}
+OWN |= {f"figures/{captions.FILE}"}
 """Every file that this program may write, and so may remove."""
 ONE_LEVEL = 1.5 / 255
 """Most that a channel of a pixel may differ: rounding, when an image was drawn by another build of its libraries."""

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import style
-from analysis.accuracy import CONTROL, REFERENCE
+from analysis.accuracy import CONTROL, POINTS, REFERENCE
 
 NAMES = ("accuracy_by_arm", "accuracy_by_distance")
 NAMED = 1.3
@@ -32,35 +33,58 @@ def draw(table: pd.DataFrame, by_distance: pd.DataFrame, paper: pd.DataFrame, fo
 
 
 def accuracy_by_arm(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """A panel a model and task: every arm's accuracy with its interval; dotted the reference, dashed guessing."""
+    """A row of panels a model and task: every arm's accuracy, and its difference to the reference on the same items,
+    with their intervals."""
     panels, looks = _panels(table), style.arm_look(list(table["arm"]))
     legend = [
         Line2D([], [], ls=":", color=style.INK, label=REFERENCE),
         Line2D([], [], ls="--", color=style.MUTED, label="chance"),
+        Line2D([], [], ls="-.", color=style.MUTED, label=f"a loss of {POINTS:g} points"),
     ]
-    heights = [1.2 + 0.2 * max(len(part) for _, part in row) for row in _rows(panels)]
-    figure, axes = style.panels([len(row) for row in _rows(panels)], legend, heights)
-    for ax, (key, part) in zip(axes, panels, strict=True):
+    heights = [1.2 + 0.2 * len(part) for _, part in panels]
+    figure, axes = style.panels([2] * len(panels), legend, heights)
+    for (key, part), left, right in zip(panels, axes[::2], axes[1::2], strict=True):
         arms = list(part["arm"])
+        told = f"{key['task']}, {int(part['items'].max())} items, {key['device']}"
         for place, row in enumerate(part.itertuples()):
             bars = [[row.accuracy - row.low], [row.high - row.accuracy]]
-            ax.errorbar(row.accuracy, place, xerr=bars, capsize=2.5, elinewidth=1.2, ls="", **looks[row.arm])
+            left.errorbar(row.accuracy, place, xerr=bars, capsize=2.5, elinewidth=1.2, ls="", **looks[row.arm])
         for row in part[part["arm"] == REFERENCE].itertuples():
-            ax.axvline(row.accuracy, color=style.INK, ls=":", lw=0.9, zorder=1)
+            left.axvline(row.accuracy, color=style.INK, ls=":", lw=0.9, zorder=1)
         if part["chance"].notna().any():
-            ax.axvline(part["chance"].max(), color=style.MUTED, ls="--", lw=0.9, zorder=1)
-        ax.set_yticks(range(len(arms)), arms, fontsize=7)
-        ax.invert_yaxis()
-        ax.set_xlim(-3, 103)
-        ax.grid(axis="x")
-        ax.set_xlabel("items right, %")
-        style.heading(
-            ax, style.title(key["model"], paper), f"{key['task']}, {int(part['items'].max())} items, {key['device']}"
-        )
+            left.axvline(part["chance"].max(), color=style.MUTED, ls="--", lw=0.9, zorder=1)
+        left.set_xlim(-3, 103)
+        left.set_xlabel("items right, %")
+        _differences(right, part, looks)
+        for ax, names in ((left, arms), (right, [])):
+            ax.set_yticks(range(len(arms)), names or [""] * len(arms), fontsize=7)
+            ax.set_ylim(len(arms) - 0.5, -0.5)
+            ax.grid(axis="x")
+            style.heading(ax, style.title(key["model"], paper), told)
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width + NAMED, height)  # room for the arms' names at the left of every panel
-    axes[0].get_gridspec().update(left=NAMED / (width + NAMED), wspace=2 * NAMED / width)
+    figure.set_size_inches(width + NAMED, height)  # room for the arms' names at the left
+    axes[0].get_gridspec().update(left=(NAMED + 0.15) / (width + NAMED), wspace=0.12)
     return figure
+
+
+def _differences(ax: Axes, part: pd.DataFrame, looks: dict[str, Any]) -> None:
+    """Paired differences to the reference; one that is far beyond the others is written out."""
+    known = part[part["difference"].notna()]
+    others = known[known["arm"] != CONTROL]
+    reach = max([1.5 * POINTS, *(1.15 * others[["difference_low", "difference_high"]].abs().to_numpy().ravel())])
+    for place, row in zip(part.index.get_indexer(known.index), known.itertuples(), strict=True):
+        if abs(row.difference) > reach:
+            told = f"{row.arm}: {row.difference:+.1f}"
+            ax.text(-0.95 * POINTS, place, told, va="center", fontsize=7, color=style.MUTED)
+            continue
+        bars = [[row.difference - row.difference_low], [row.difference_high - row.difference]]
+        ax.errorbar(row.difference, place, xerr=bars, capsize=2.5, elinewidth=1.2, ls="", **looks[row.arm])
+    if known.empty:
+        ax.text(0, 0, f"no {REFERENCE} of the same items", ha="center", va="center", fontsize=7, color=style.MUTED)
+    ax.axvline(0, color=style.INK, ls=":", lw=0.9, zorder=1)
+    ax.axvline(-POINTS, color=style.MUTED, ls="-.", lw=0.9, zorder=1)
+    ax.set_xlim(-reach, reach)
+    ax.set_xlabel(f"difference to {REFERENCE}, points")
 
 
 def accuracy_by_distance(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:

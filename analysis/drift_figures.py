@@ -126,11 +126,14 @@ def _panels(frame: pd.DataFrame, legend: list[Any], what: str) -> tuple[Figure, 
     """A panel a model, device, text and length, with its heading."""
     parts = [part for _, part in frame.groupby(PLACE, dropna=False, sort=True)]
     counts = [min(3, len(parts) - first) for first in range(0, len(parts), 3)]
-    figure, axes = style.panels(counts, legend)
+    figure, axes = style.panels(counts, legend, margin=0.82)
+    axes[0].get_gridspec().update(wspace=0.26)
     for ax, part in zip(axes, parts, strict=True):
         row = part.iloc[0]
         length = f"{row['documents']} x {row['tokens']:,} tokens"
-        style.heading(ax, str(row["model"]), f"{what}; {length} of {row['source']}, {row['inputs']}, {row['device']}")
+        style.heading(ax, str(row["model"]), f"{length} of {row['source']}, {row['inputs']}, {row['device']}")
+    for first in range(0, len(parts), 3):
+        axes[first].set_ylabel(what)
     return figure, list(zip(axes, parts, strict=True))
 
 

@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from analysis import accuracy_figures, drift_figures, gpu_figures, published, style
+from analysis import accuracy_figures, captions, decode_figures, drift_figures, gpu_figures, published, style
 from analysis.bearing import PAPER_CARDS
 from analysis.cells import strongest, weaknesses
 
-NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", "decode_by_batch", *gpu_figures.NAMES)
-NAMES += (*drift_figures.NAMES, *accuracy_figures.NAMES)
+NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", "decode_by_batch", *decode_figures.NAMES)
+NAMES += (*gpu_figures.NAMES, *drift_figures.NAMES, *accuracy_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
 DODGE = 0.22
@@ -50,11 +50,14 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
             style.save(speedup_by_interval(speedups, failures, paper), folder, "speedup_by_interval")
             drawn.append("speedup_by_interval")
         if len(models):
-            style.save(decode_by_batch(models, paper), folder, "decode_by_batch")
+            lost = tables["failures"][tables["failures"]["experiment"] == "decode"]
+            style.save(decode_by_batch(models, lost, paper), folder, "decode_by_batch")
             drawn.append("decode_by_batch")
+        drawn += decode_figures.draw(models, paper, folder)
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
         drawn += drift_figures.draw(tables, paper, folder)
         drawn += accuracy_figures.draw(tables["accuracy"], tables["accuracy_by_distance"], paper, folder)
+    (folder / captions.FILE).write_text(captions.markdown(drawn, paper), encoding="utf-8")
     return drawn
 
 
@@ -121,7 +124,7 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     batches = {facet: _fullest(style.of(speedups, *facet)) for facet in facets}
     everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
     shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
-    bytes_alone = Line2D([], [], label="traffic model (bytes alone)", **GREY)
+    bytes_alone = Line2D([], [], label="traffic model (bytes alone)", **GREY | {"marker": ".", "mfc": style.MUTED})
     legend = _legend(shown, looks, [bytes_alone], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
@@ -140,23 +143,27 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     return figure
 
 
-def decode_by_batch(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+def decode_by_batch(models: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup of whole models' decode steps by batch size at the shortest context, the published curves beside it."""
-    nothing = models.iloc[:0]
-    ours = _at(models, _lengths(models, nothing))
+    ours = _at(models, _lengths(models, models.iloc[:0]))
+    shortest = ours.groupby([*style.FACET])["context"].min()
     ours = ours[ours["context"] == ours.groupby([*style.FACET])["context"].transform("min")]
-    facets, looks = style.facets(ours), style.arm_look(list(ours["arm"]))
+    facets = style.facets(ours)
+    failed = _failed(failures[(failures["kind"] != "stored") & failures["blocks"].isna()])
+    places = zip(*(failed[name] for name in (*style.FACET, "context")), strict=True)
+    failed = failed[np.array([shortest.get(tuple(facet)) == context for *facet, context in places], dtype=bool)]
+    looks = style.arm_look([*ours["arm"], *failed["arm"]])
     of_paper = any(model in PAPER_CARDS and state == PAPER_STATE for _, model, state in facets)
-    legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=False)
+    legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
     for ax, facet in zip(axes, facets, strict=True):
         device, model, state = facet
-        rows = style.of(ours, *facet)
-        batches = {1, *(int(b) for b in rows["batch_size"])}
+        rows, lost = style.of(ours, *facet), style.of(failed, *facet)
+        batches = {1, *(int(b) for b in rows["batch_size"]), *(int(b) for b in lost["batch_size"].dropna())}
         if state == PAPER_STATE:
             values += _draw_published(ax, paper, model, batches, published.MODELS)
-        values += _draw_measured(ax, rows, nothing, "batch_size", looks)
+        values += _draw_measured(ax, rows, lost, "batch_size", looks)
         style.doubling_axis(ax, sorted(batches), "batch size")
         told = f"{rows['weights'].iloc[0]} weights, context {rows['context'].iloc[0]}"
         style.heading(ax, style.title(model, paper), style.subtitle(rows, device, told))
@@ -235,7 +242,7 @@ def _draw_traffic(ax: Axes, rows: pd.DataFrame, longest: int) -> list[float]:
     ax.plot(exponents, curve, ls="--", lw=1.2, color=style.MUTED, zorder=2)
     known = rows.dropna(subset=["ideal_bytes"]).drop_duplicates(["interval_length", "ideal_bytes"])
     where = [math.log2(v) for v in known["interval_length"]]
-    ax.plot(where, known["ideal_bytes"], ls="", marker="D", ms=4, mfc="white", color=style.MUTED, zorder=2)
+    ax.plot(where, known["ideal_bytes"], ls="", marker=".", color=style.MUTED, zorder=2)
     return list(curve)
 
 
@@ -311,7 +318,7 @@ def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], beside: list[L
     for arm, rest, line, part in style.series(ours) if len(ours) else []:
         rest += " (shifted)" if line == "--" and len(part) < len(ours[ours["arm"] == arm]) else ""
         handles.append(Line2D([], [], ls=line, label=f"{arm} {rest}".strip(), **looks[arm]))
-    if len(ours):
+    if ours["ideal_roof"].notna().any():
         handles.append(
             Line2D([], [], ls=":", marker="_", ms=9, color=style.INK, label="allowed by measured bandwidths")
         )

@@ -67,20 +67,22 @@ def step_by_ring_length(phases: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     facets, looks = style.facets(phases), style.arm_look(list(phases["arm"]))
     legend = [Line2D([], [], label=arm, **looks[arm]) for arm in sorted(looks, key=lambda a: (a.split("/")[0], a))]
     figure, axes = style.panels(style.rows(facets), legend)
+    scale, unit = (1e-3, "milliseconds") if phases["step_us"].max() > 2000 else (1.0, "microseconds")
     for ax, facet in zip(axes, facets, strict=True):
         part = style.of(phases, *facet)
         part = part[part["batch_size"] == part["batch_size"].max()]
         part = part[part["interval_length"] == part["interval_length"].max()]
+        part = part.assign(step=part["step_us"] * scale)
         length, batch = int(part["interval_length"].iloc[0]), int(part["batch_size"].iloc[0])
         for arm, line in part.drop_duplicates(["arm", "ring_length"]).groupby("arm", sort=True):
             line = line.sort_values("ring_length")
             if len(line) == 1:
-                ax.plot([0, length - 1], [line["step_us"].iloc[0]] * 2, **looks[arm])
+                ax.plot([0, length - 1], [line["step"].iloc[0]] * 2, **looks[arm])
             else:
-                ax.plot(line["ring_length"], line["step_us"], **looks[arm])
-        ax.set_ylim(0, 1.1 * float(part["step_us"].max()))
+                ax.plot(line["ring_length"], line["step"], **looks[arm])
+        ax.set_ylim(0, 1.1 * float(part["step"].max()))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("tokens in the ring")
         style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], f"batch {batch}, L = {length}"))
-    axes[0].set_ylabel("microseconds a layer step")
+    axes[0].set_ylabel(f"{unit} a layer step")
     return figure

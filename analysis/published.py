@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -46,6 +47,16 @@ def four_models(published: pd.DataFrame, experiment: str = KERNEL) -> tuple[int,
     rows = _speedup_rows(published, experiment)
     rows = rows[rows["model"].str.startswith("range over 4")].dropna(subset=["value"])
     return int(rows["batch_size"].iloc[0]), float(rows["value"].min()), float(rows["value"].max())
+
+
+def sources(published: pd.DataFrame, experiment: str, models: Iterable[str]) -> list[str]:
+    """Where the values come from that figures draw beside ours: of whole experiments, or of these models' speedups."""
+    rows = published[(published["experiment"] == experiment) & published["value"].notna()]
+    if experiment in (KERNEL, MODELS):
+        drawn = [curve for model in models for curve in curves(published, model, experiment).values()]
+        shared = _speedup_rows(published, experiment)
+        rows = pd.concat([*drawn, shared[shared["model"].str.startswith("range over 4")]])
+    return sorted(set(rows["source"]))
 
 
 def model_inferred(curve: pd.DataFrame) -> bool:

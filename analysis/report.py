@@ -20,10 +20,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from analysis import choose
+from analysis.captions import CAPTIONS
 from analysis.cells import device_labels
 from analysis.load import Evidence
 from analysis.rules import CANNOT_RUN, NOT_RUN, VERDICTS
-from analysis.sections import CAPTIONS, SECTIONS, Section
+from analysis.sections import SECTIONS, Section
 from analysis.table_text import parts, shared_line
 from analysis.tables import NOTES
 

@@ -1,4 +1,4 @@
-"""What the report shows, in its order: a section an experiment, with its figures and tables; and what figures mean."""
+"""What the report shows, in its order: a section an experiment, with its figures and tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SECTIONS = (
         "A decode step of a whole model as the difference of two generations; all arms share weights, prompt and "
         "everything but the step of the state-space layers.",
         ("decode",),
-        ("decode_by_batch",),
+        ("decode_by_batch", "step_by_part", "decode_by_context"),
         (("Speedups of whole models", "decode_speedups"), ("Whole models from their first blocks", "decode_depths")),
     ),
     Section(
@@ -78,36 +78,3 @@ SECTIONS = (
         (("Accuracy", "accuracy"), ("Accuracy by distance", "accuracy_by_distance")),
     ),
 )
-
-CAPTIONS = {
-    "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
-    "intervals. Grey, open: published, on another card and at L = 16; where a curve says so, its source names the card "
-    "only and the model was inferred from it. Dotted: what this machine's bandwidths allow. Staggered phases stand a "
-    "little to the right. Coloured and hollow points prove nothing: one process, fewer than five with fewer than five "
-    "rounds each, or A/A noise above 25 %.",
-    "bandwidth": "Bytes moved over time beside the roof of each arm: reads at the measured read bandwidth, flushes and "
-    "stored updates at that of an in-place update. Every case measures both anew; the bands reach from the lowest to "
-    "the highest. Of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
-    "decode_by_batch": "Speedup of a whole model's decode step over the fastest stored arm of the same engine, by "
-    "batch size, at the shortest context that was run; 95 % intervals. Grey, open: published, on another card and in "
-    "another engine. Hollow points prove nothing, as above.",
-    "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
-    "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
-    "accuracy_by_arm": "Items right by what the recurrent states are held in, 95 % intervals over passages. damaged "
-    "forgets its states at the end of the prompt: a task that it does not lose proves nothing about states.",
-    "accuracy_by_distance": "Facts recalled by the number of intervals since they were told; 95 % intervals over "
-    "passages. Every token between was decoded, so that a state was folded and rounded once an interval.",
-    "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
-    "flushes. Stored steps do not depend on it.",
-    "kl_by_position": "KL divergence of an arm's next-token distribution from that of the stored float32 state, by "
-    "position in a document; half octaves, bands are 95 % intervals over documents. The dashed values are those of "
-    "another model and another text: they say how far apart the two arms are, not where ours should lie.",
-    "state_error_by_position": "Relative error of the states against the float32 trajectory, mean over layers, heads "
-    "and documents, where all arms stand behind a flush. What is fed back accumulates error or does not; what is only "
-    "read is rounded once.",
-    "kl_by_bytes": "KL over the second half of the positions against the bytes that a step moves for an element of the "
-    "state, ring included, mean over a cycle. Left and low is better.",
-    "kl_by_interval": "KL over the second half of the positions by interval length; 1 is the stored recurrence.",
-    "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "
-    "bytes alone. Dotted: what this machine's bandwidths allow.",
-}

@@ -82,9 +82,10 @@ def arm_look(arms: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def panels(
-    rows: Sequence[int], legend: Sequence[Artist], heights: Sequence[float] | None = None
+    rows: Sequence[int], legend: Sequence[Artist], heights: Sequence[float] | None = None, margin: float = 0.62
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with ``rows[i]`` panels in row i, ``heights[i]`` inches high, and one legend below all of them."""
+    """A figure with ``rows[i]`` panels in row i, ``heights[i]`` inches high, and one legend below all of them;
+    ``margin`` inches for the labels at the left."""
     heights = list(heights or [PANEL[1]] * len(rows))
     width = max(PANEL[0] * max(rows), MIN_WIDTH)
     columns = int(width // LEGEND_COLUMN)
@@ -95,7 +96,7 @@ def panels(
     grid = figure.add_gridspec(
         len(rows),
         max(rows),
-        left=0.62 / size[0],
+        left=margin / size[0],
         right=1 - 0.15 / size[0],
         top=1 - 0.5 / size[1],
         bottom=foot / size[1],
@@ -138,7 +139,8 @@ def rows(facets: Sequence[Facet]) -> list[int]:
 
 
 def title(model: str, paper: pd.DataFrame) -> str:
-    return published.display_names(paper).get(model, model.replace("_", "-").title())
+    """The name that a model is published under; a folder's is shown as it is."""
+    return published.display_names(paper).get(model, model.replace("_", "-").title() if "_" in model else model)
 
 
 def subtitle(rows: pd.DataFrame, device: str, last: str) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speedups, table_text
 from analysis.cells import CASE, LOUD_AA, Cell, case_columns, cells, device_labels, digits
-from analysis.gates import GATES, number
+from analysis.gates import GATES, is_count, number, value
 from analysis.load import EXPERIMENTS, Evidence, one_line
 from analysis.table_text import GROUPS, latex
 from experiments.measure.record import Record
@@ -20,7 +20,7 @@ NAMES += ("decode_depths", *drift.COLUMNS, "accuracy", "accuracy_by_distance", "
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
 WHOLE += ("window", "accepted", "documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds")
 WHOLE += ("bytes", "runs", "items", "passages", "lost", "gained", "from_interval", "to_interval")
-FAILURE = [*CASE, "arm", "kind", "status", "message", "replicate"]
+FAILURE = [*CASE, "context", "blocks", "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
 DEVICE += ["multiprocessors", "compute_capability", "driver", "records", "failures", "runs", "seconds"]
@@ -84,7 +84,8 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         cells(r for r in evidence.records if r.experiment == experiment) for experiment in EXPERIMENTS
     )
     failures = [
-        case_columns(r, labels) | {"status": r.status, "message": one_line(r.message)} for r in evidence.failures
+        case_columns(r, labels) | _depth(r) | {"status": r.status, "message": one_line(r.message)}
+        for r in evidence.failures
     ]
     rows = {
         "kernel_speedups": ([r for c in found for r in speedups.speedup_rows(c, evidence, labels)], speedups.COLUMNS),
@@ -112,6 +113,12 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
             shown = [{GROUPS: processes.get(str(row.get("group")), row.get("group"))} | row for row in shown]
         rows[name] = (shown, columns)
     return {name: _frame(*pair) for name, pair in rows.items()}
+
+
+def _depth(record: Record) -> dict[str, Any]:
+    """Of a whole model, its context and how many of its blocks were run, if not all."""
+    found = {name: value(record, name) for name in ("context", "blocks")}
+    return {name: count if is_count(count) and count else None for name, count in found.items()}
 
 
 def _processes(cells: list[Cell]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from records import COPIES, GPU, MODEL_ARMS, MODEL_STEPS, case_hash, decode_group, write
 
-from analysis import claims, figures, published, rules, tables
+from analysis import claims, decode_figures, figures, published, rules, tables
 from analysis.load import Evidence, load
 from experiments.measure.record import Record
 
@@ -135,18 +135,57 @@ def test_depths_are_carried_to_the_whole_model(tmp_path: Path) -> None:
     assert tables.build(evidence(tmp_path / "one", *at(8, 6.0)))["decode_depths"].empty
 
 
-def test_the_figure_shows_models_beside_the_published_curves(tmp_path: Path) -> None:
-    groups = [g for batch in (1, 64, 256) for g in processes(batch=batch)]
-    groups += processes(batch=64, fields={"context": 4096}, arms=MODEL_ARMS | {"replay/triton": 0.5})
-    built = tables.build(evidence(tmp_path, *groups))
-    paper = published.read(PAPER / "published.csv")
-    assert "decode_by_batch" in figures.draw(built, paper, tmp_path / "figures")
-    figure = figures.decode_by_batch(built["decode_speedups"], paper)
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Tables of three batches, one of them at two contexts, and of a batch that failed."""
+    groups = [g for batch in (1, 64, 256) for g in processes(2, batch=batch)]
+    groups += processes(2, batch=64, fields={"context": 4096}, arms=MODEL_ARMS | {"replay/triton": 0.5})
+    failed = {"failed": {"replay/triton": "oom"}, "aa_arm": ""}
+    groups += [decode_group(batch=512, **failed), decode_group(batch=128, fields={"context": 32}, **failed)]
+    return tables.build(evidence(tmp_path_factory.mktemp("swept"), *groups))
+
+
+PUBLISHED = published.read(PAPER / "published.csv")
+
+
+def test_the_figure_shows_models_beside_the_published_curves(swept: dict[str, Any]) -> None:
+    figure = figures.decode_by_batch(swept["decode_speedups"], swept["failures"], PUBLISHED)
     (ax,) = figure.axes
     heights = [y for line in ax.get_lines() for y in line.get_ydata()]
     assert 1.47 in heights  # published, batch 256
     assert max(heights) < 1.8  # the longer context, twice as fast, is not drawn
     assert any("random weights, context 16" in text.get_text() for text in ax.texts)
+    assert [text.get_text() for text in ax.texts].count("oom") == 1  # of the other context none
+    assert "512" in [label.get_text() for label in ax.get_xticklabels()]
+    assert "allowed by measured bandwidths" not in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_the_parts_of_a_step_add_up(swept: dict[str, Any]) -> None:
+    rows = swept["decode_speedups"].assign(products_ms=0.1)
+    (ax,) = decode_figures.step_by_part(rows, PUBLISHED).axes
+    at = rows[(rows["context"] == 16) & (rows["batch_size"] == 256)].iloc[0]
+    tops = [patch.get_y() + patch.get_height() for patch in ax.patches]
+    stored, replay = tops[-6:-3], tops[-3:]
+    assert stored == pytest.approx(
+        [0.75 * at["baseline_ms"], 0.75 * at["baseline_ms"] + 0.1, at["baseline_ms"]], rel=1e-3
+    )
+    assert replay == pytest.approx([0.5 * at["step_ms"], 0.5 * at["step_ms"] + 0.1, at["step_ms"]], rel=1e-3)
+    assert len(tops) == 3 * 2 * 3  # parts, arms, batches; of the longer context none
+    cut = rows.assign(products_ms=1e3)
+    (ax,) = decode_figures.step_by_part(cut, PUBLISHED).axes
+    assert max(patch.get_y() + patch.get_height() for patch in ax.patches) == pytest.approx(max(tops))
+
+
+def test_share_and_speedup_are_shown_by_context_where_there_are_several(swept: dict[str, Any]) -> None:
+    several = decode_figures.several_contexts(swept["decode_speedups"])
+    assert set(several["batch_size"]) == {64}
+    figure = decode_figures.decode_by_context(several, PUBLISHED)
+    share, speedup = figure.axes
+    assert [list(line.get_ydata()) for line in share.get_lines()[:2]] == [[0.75, 0.75], [0.5, 0.5]]
+    assert [label.get_text() for label in speedup.get_xticklabels()] == ["4K", "16"]
+    assert [c.has_yerr for c in speedup.containers] == [True]
+    assert "batch 64" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [decode_figures.short(n) for n in (16, 8192, 100_000, 131_072)] == ["16", "8K", "100K", "128K"]
 
 
 def test_the_hash_of_a_case_covers_what_only_models_have() -> None:
