@@ -147,24 +147,21 @@ def _rank(row: Any) -> tuple[bool, float]:
     return (row.like_for_like == "yes", row.speedup)
 
 
-def verdict(batch: int, context: int, entry: dict[str, Any]) -> tuple[str, str]:
-    """What to do, and the sentence that says so. A whole model's step counts before a layer's; of several contexts the
-    nearest."""
+def verdict(batch: int, context: int, entry: dict[str, Any]) -> tuple[str, str, str]:
+    """A kind, what to do, and why. A whole model's step counts before a layer's; of several contexts the nearest."""
     layer, whole = entry["layer"], entry["whole"]
-    if not whole:
-        kind = _kind(layer)
-        if kind == DO_NOT:
-            return DO_NOT, f"do not use: batch {batch}: a layer's step is {layer.speedup:.2f} times as fast"
-        told = f"{_named(layer)}: a layer's step is {layer.speedup:.2f} times as fast{_doubt(layer)}"
-        return UNPROVEN, f"promising: {told}; no step of the whole model was measured"
-    nearest = min(whole, key=lambda other: (abs(math.log2(other / context)), other))
-    row = whole[nearest]
-    where = "" if nearest == context else f"; measured at context {nearest:,} only"
-    told = f"a step of the whole model is {row.speedup:.2f} times as fast{_doubt(row)}{where}"
-    kind = _kind(row)
-    if kind == DO_NOT:
-        return DO_NOT, f"do not use: batch {batch}: {told}"
-    return kind, f"{'use' if kind == USE else 'probably'} {_named(row)}: {told}"
+    if whole:
+        nearest = min(whole, key=lambda other: (abs(math.log2(other / context)), other))
+        row, what = whole[nearest], "a step of the whole model"
+        where = "" if nearest == context else f"; measured at context {nearest:,} only"
+    else:
+        row, what, where = layer, "a layer's step", "; no step of the whole model was measured"
+    kind, arm = _kind(row), f"{row.arm}, L = {row.interval_length}"
+    told = {USE: f"use {arm}", DO_NOT: f"do not use: batch {batch}", UNPROVEN: f"probably {arm}"}[kind]
+    if kind == USE and not whole:
+        kind, told = UNPROVEN, f"promising: {arm}"
+    doubt = f", unproven: {row.remarks}" if row.verdict not in (FASTER, SLOWER) and row.remarks else ""
+    return kind, told, f"{what} is {row.speedup:.2f} times as fast{doubt}{where}"
 
 
 def _kind(row: Any) -> str:
@@ -173,14 +170,6 @@ def _kind(row: Any) -> str:
     if row.verdict == FASTER:
         return USE
     return UNPROVEN if row.low > GAIN else DO_NOT
-
-
-def _named(row: Any) -> str:
-    return f"{row.arm}, L = {row.interval_length}"
-
-
-def _doubt(row: Any) -> str:
-    return f", unproven: {row.remarks}" if row.verdict not in (FASTER, SLOWER) and row.remarks else ""
 
 
 def answers(tables: dict[str, pd.DataFrame], evidence: Evidence, folder: Path) -> dict[str, Any]:

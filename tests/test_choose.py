@@ -107,10 +107,10 @@ def row(speedup, low, high, verdict, **more):
 )
 def test_verdicts_are_plain(whole, layer, kind, text):
     entry = {"layer": row(*layer) if layer else None, "whole": {context: row(*told) for context, told in whole.items()}}
-    found = choose.verdict(8, 1024, entry)
-    assert found[0] == kind
-    assert text in found[1]
-    assert ("one process" in found[1]) == ("AMBIGUOUS" in str(whole))
+    found, told, why = choose.verdict(8, 1024, entry)
+    assert found == kind
+    assert text in f"{told}: {why}"
+    assert ("one process" in why) == ("AMBIGUOUS" in str(whole))
 
 
 def test_the_slower_phase_counts_and_the_nearest_context_answers(tmp_path):

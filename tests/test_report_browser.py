@@ -115,10 +115,8 @@ def test_the_second_page_shows_what_python_computed(browser):
     read += "(row) => [...row.cells].map((cell) => cell.textContent)))"
     shown = browser.run(read)
     at, size = found["contexts"].index(int(context)), found["batches"].index(int(batch))
-    assert (
-        browser.run("return document.getElementById('verdict').textContent")
-        == entry["verdicts"][entry["verdict"][at]][1]
-    )
+    _, told, why = entry["verdicts"][entry["verdict"][at]]
+    assert browser.run("return document.getElementById('verdict').textContent") == told + why
     wanted = choose.models(ROOT / "configs" / "model")
     geometry = next(one.geometry for one in wanted if one.name == model)
     length = traffic.best_interval_length(geometry, state, ring=choose.RING)
