@@ -28,15 +28,16 @@ UP_TO = 100_000
 """Tokens up to which the paper says that the state-space layers dominate."""
 
 
-def draw(models: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw those for which there is something to show, from rows of whole models' replay arms; returns their names."""
+def draw(models: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw those for which there is something to show, from rows and failures of whole models' replay arms; returns
+    their names."""
     drawn = []
     parted = models[models["state_share"].notna() & models["baseline_state_share"].notna()]
     if len(parted):
         style.save(step_by_part(parted, paper), folder, NAMES[0])
         drawn.append(NAMES[0])
     if len(several := several_contexts(parted)):
-        style.save(decode_by_context(several, paper), folder, NAMES[1])
+        style.save(decode_by_context(several, failures, paper), folder, NAMES[1])
         drawn.append(NAMES[1])
     return drawn
 
@@ -83,10 +84,11 @@ def _bars(ax: Axes, place: float, row: Any, step: float, share: float, **look: A
         bottom += height
 
 
-def decode_by_context(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+def decode_by_context(models: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """By context, a row of panels a model: the share of a step that the state-space layers' steps take, and the speedup
     of the whole step; a line a batch size."""
     facets = style.facets(models)
+    failures = failures[failures["batch_size"].isin(set(models["batch_size"]))].dropna(subset=["context"])
     batches = sorted({int(size) for size in models["batch_size"]})
     looks = {batch: {"color": style.COLOURS[i % 6], "marker": style.MARKERS[i % 12]} for i, batch in enumerate(batches)}
     legend = [Line2D([], [], label=f"batch {batch}", **looks[batch]) for batch in batches]
@@ -95,11 +97,13 @@ def decode_by_context(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     models = models.assign(weak=weak)
     legend.append(Line2D([], [], color=style.MUTED, ls=":", label="published: largest part up to 100,000 tokens"))
     legend += [Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o"))] if any(weak) else []
+    legend += [style.crosses_legend()] if len(failures) else []
     figure, axes = style.panels([2] * len(facets), legend)
     top = max(1.05, 1.03 * float(models["high"].max()))
     bottom = min(0.95, 0.97 * float(models["low"].min()))
     for (left, right), facet in zip(zip(axes[::2], axes[1::2], strict=True), facets, strict=True):
-        part = style.of(models, *facet)
+        part, lost = style.of(models, *facet), style.of(failures, *facet)
+        style.crosses(right, lost, "context", [looks[int(batch)]["color"] for batch in lost["batch_size"]])
         for batch, line in part.groupby("batch_size"):
             line, look = line.sort_values("context"), looks[int(batch)]
             where = [math.log2(context) for context in line["context"]]
@@ -115,7 +119,7 @@ def decode_by_context(models: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         left.text(math.log2(UP_TO) - 0.1, 0.97, short(UP_TO), va="top", **style.SMALL | {"ha": "right"})
         left.set_ylim(0, 1)
         right.set_ylim(bottom, top)
-        contexts = sorted({int(context) for context in part["context"]})
+        contexts = sorted({int(context) for context in (*part["context"], *lost["context"])})
         for ax, label in ((left, "layers' share of a step"), (right, "speedup of the step")):
             _context_axis(ax, contexts)
             ax.set_ylabel(label)

@@ -36,6 +36,8 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
     speedups, roofs = strongest(tables["kernel_speedups"]), strongest(tables["roofs"])
     speedups = speedups[(speedups["kind"] != "stored") & speedups["speedup"].notna()]
     failures = tables["failures"][tables["failures"]["experiment"] == "kernel"]
+    lost_models = _failed(tables["failures"][tables["failures"]["experiment"] == "decode"])
+    lost_models = lost_models[(lost_models["kind"] != "stored") & lost_models["blocks"].isna()]
     models = strongest(tables["decode_speedups"])
     models = models[(models["kind"] != "stored") & models["speedup"].notna() & models["blocks"].isna()]
     drawn = []
@@ -50,10 +52,9 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
             style.save(speedup_by_interval(speedups, failures, paper), folder, "speedup_by_interval")
             drawn.append("speedup_by_interval")
         if len(models):
-            lost = tables["failures"][tables["failures"]["experiment"] == "decode"]
-            style.save(decode_by_batch(models, lost, paper), folder, "decode_by_batch")
+            style.save(decode_by_batch(models, lost_models, paper), folder, "decode_by_batch")
             drawn.append("decode_by_batch")
-        drawn += decode_figures.draw(models, paper, folder)
+        drawn += decode_figures.draw(models, lost_models, paper, folder)
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
         drawn += drift_figures.draw(tables, paper, folder)
         drawn += accuracy_figures.draw(tables["accuracy"], tables["accuracy_by_distance"], paper, folder)
@@ -105,7 +106,7 @@ def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) 
     legend.append(Patch(color=style.MUTED, alpha=0.25, lw=0, label="measured bandwidths, lowest to highest"))
     legend += _weak_legend(shown)
     if rows["share"].isna().any():
-        legend.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
+        legend.append(style.crosses_legend())
     heights = [max(1.6, 0.18 * n + 0.9) for n in _lines_by_row(rows, facets)]
     figure, axes = style.panels(style.rows(facets), legend, heights)
     for ax, facet in zip(axes, facets, strict=True):
@@ -149,9 +150,8 @@ def decode_by_batch(models: pd.DataFrame, failures: pd.DataFrame, paper: pd.Data
     shortest = ours.groupby([*style.FACET])["context"].min()
     ours = ours[ours["context"] == ours.groupby([*style.FACET])["context"].transform("min")]
     facets = style.facets(ours)
-    failed = _failed(failures[(failures["kind"] != "stored") & failures["blocks"].isna()])
-    places = zip(*(failed[name] for name in (*style.FACET, "context")), strict=True)
-    failed = failed[np.array([shortest.get(tuple(facet)) == context for *facet, context in places], dtype=bool)]
+    places = zip(*(failures[name] for name in (*style.FACET, "context")), strict=True)
+    failed = failures[np.array([shortest.get(tuple(facet)) == context for *facet, context in places], dtype=bool)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
     of_paper = any(model in PAPER_CARDS and state == PAPER_STATE for _, model, state in facets)
     legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=len(failed) > 0)
@@ -204,7 +204,7 @@ def _draw_measured(
     allowed = rows.dropna(subset=["ideal_roof"]).groupby(x)["ideal_roof"].max()
     look = {"ls": ":", "lw": 1.3, "marker": "_", "ms": 9, "color": style.INK}
     ax.plot([math.log2(v) for v in allowed.index], allowed, zorder=3, **look)
-    _draw_failures(ax, lost, x, looks)
+    style.crosses(ax, lost, x, [looks[arm]["color"] for arm in lost["arm"]])
     return [*rows["low"], *rows["high"], *allowed]
 
 
@@ -249,19 +249,6 @@ def _draw_traffic(ax: Axes, rows: pd.DataFrame, longest: int) -> list[float]:
 def _failed(failures: pd.DataFrame) -> pd.DataFrame:
     """Failures to draw. What an arm cannot do or what is not installed is no failure of a case: the table tells it."""
     return failures[failures["status"] != "unsupported"]
-
-
-def _draw_failures(ax: Axes, lost: pd.DataFrame, x: str, looks: dict[str, dict[str, str]]) -> None:
-    """A cross at the foot of the panel for each failed cell, with its status."""
-    seen: dict[float, int] = {}
-    for row in lost.drop_duplicates([x, "arm", "status"]).dropna(subset=[x]).itertuples():
-        where = math.log2(getattr(row, x))
-        level = seen[where] = seen.get(where, -1) + 1
-        spot = (where, 0.05 + 0.075 * level)
-        mark = {"marker": "X", "ms": 7, "mec": "white", "mew": 0.6, "color": looks[row.arm]["color"]}
-        ax.plot(*spot, transform=ax.get_xaxis_transform(), ls="", clip_on=False, zorder=5, **mark)
-        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "center", "fontsize": 6.5}
-        ax.annotate(row.status, spot, (6, 0), color=style.FAILED, **place)
 
 
 def _draw_bandwidths(ax: Axes, part: pd.DataFrame, looks: dict[str, dict[str, str]], right: float) -> None:
@@ -324,7 +311,7 @@ def _legend(ours: pd.DataFrame, looks: dict[str, dict[str, str]], beside: list[L
         )
     handles += beside + _weak_legend(ours)
     if failed:
-        handles.append(Line2D([], [], ls="", marker="X", ms=7, color=style.FAILED, label="failed, with status"))
+        handles.append(style.crosses_legend())
     return handles
 
 

@@ -22,6 +22,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from analysis import published
 from analysis.svg import compact
@@ -172,6 +173,24 @@ def series(frame: pd.DataFrame) -> list[tuple[str, str, str, pd.DataFrame]]:
         line = "--" if (frame.loc[keys == key, "phase"] == "staggered").all() else "-"
         found.append((arm, ", ".join(rest), line, frame[keys == key]))
     return found
+
+
+def crosses(ax: Axes, lost: pd.DataFrame, x: str, colours: Sequence[str]) -> None:
+    """A cross at the foot of the panel for each failed cell, with its status, at the logarithm of its ``x``."""
+    seen: dict[float, int] = {}
+    lost = lost.assign(colour=colours).drop_duplicates([x, "colour", "status"]).dropna(subset=[x])
+    for row in lost.itertuples():
+        where = math.log2(getattr(row, x))
+        level = seen[where] = seen.get(where, -1) + 1
+        spot = (where, 0.05 + 0.075 * level)
+        mark = {"marker": "X", "ms": 7, "mec": "white", "mew": 0.6, "color": row.colour}
+        ax.plot(*spot, transform=ax.get_xaxis_transform(), ls="", clip_on=False, zorder=5, **mark)
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points", "va": "center", "fontsize": 6.5}
+        ax.annotate(row.status, spot, (6, 0), color=FAILED, **place)
+
+
+def crosses_legend() -> Line2D:
+    return Line2D([], [], ls="", marker="X", ms=7, color=FAILED, label="failed, with status")
 
 
 def hollow(color: str, marker: str) -> dict[str, Any]:

@@ -179,10 +179,12 @@ def test_the_parts_of_a_step_add_up(swept: dict[str, Any]) -> None:
 def test_share_and_speedup_are_shown_by_context_where_there_are_several(swept: dict[str, Any]) -> None:
     several = decode_figures.several_contexts(swept["decode_speedups"])
     assert set(several["batch_size"]) == {64}
-    figure = decode_figures.decode_by_context(several, PUBLISHED)
+    lost = swept["failures"].assign(batch_size=64, context=[512, 65536])
+    figure = decode_figures.decode_by_context(several, lost, PUBLISHED)
     share, speedup = figure.axes
     assert [list(line.get_ydata()) for line in share.get_lines()[:2]] == [[0.75, 0.75], [0.5, 0.5]]
-    assert [label.get_text() for label in speedup.get_xticklabels()] == ["4K", "16"]
+    assert [label.get_text() for label in speedup.get_xticklabels()] == ["64K", "4K", "512", "16"]
+    assert [text.get_text() for text in speedup.texts].count("oom") == 2
     assert [c.has_yerr for c in speedup.containers] == [True]
     assert "batch 64" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert [decode_figures.short(n) for n in (16, 8192, 100_000, 131_072)] == ["16", "8K", "100K", "128K"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -52,6 +53,12 @@ def test_every_reference_has_its_target_once(written):
     assert set(ids) == set(re.findall(r'(?:url\(#|href="#)([^)"]+)', small))
     assert len(ids) == len(set(ids))
     assert all(name.startswith("f1a") for name in ids)
+
+
+def test_all_figures_may_stand_in_one_page():
+    folder = Path(__file__).resolve().parent.parent / "results" / "figures"
+    ids = [set(re.findall(r' id="([^"]+)"', path.read_text(encoding="utf-8"))) for path in folder.glob("*.svg")]
+    assert len(set().union(*ids)) == sum(map(len, ids)) > 100
 
 
 def test_small_numbers_keep_their_digits():
