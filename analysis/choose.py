@@ -10,6 +10,7 @@ experts are routed a batch reads some of them only, and nothing is predicted.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -84,6 +85,11 @@ def models(folder: Path) -> list[Model]:
     return found
 
 
+@functools.cache
+def best_length(geometry: Geometry, state: str, read: str | None = None) -> int:
+    return traffic.best_interval_length(geometry, state, read, RING)
+
+
 def request_bytes(model: Model, length: int, state: str, read: str | None = None) -> tuple[int, int]:
     """States that a request holds stored, and copies and ring of L - 1 tokens that it holds with replay."""
     sizes = [FORMATS[name].state_bytes(model.geometry) for name in (state, read) if name]
@@ -117,7 +123,7 @@ def best_pair(model: Model, tables: dict[str, pd.DataFrame]) -> Pair | None:
 
 
 def _cycle_bytes(model: Model, pair: Pair) -> float:
-    length = traffic.best_interval_length(model.geometry, pair.update, pair.read, RING)
+    length = best_length(model.geometry, pair.update, pair.read)
     return traffic.replay(model.geometry, length, pair.update, pair.read, RING).per_step().total_bytes
 
 
@@ -216,7 +222,7 @@ def _of_model(model: Model, tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
 def _of_state(
     model: Model, state: str, pair: Pair | None, weights: float | None, batches: list[int], contexts: list[int]
 ) -> dict[str, Any]:
-    best = traffic.best_interval_length(model.geometry, state, ring=RING)
+    best = best_length(model.geometry, state)
     found: dict[str, Any] = {
         "length": best,
         "ideal": digits(traffic.ideal_speedup(model.geometry, best, state, ring=RING), 3),
@@ -226,7 +232,7 @@ def _of_state(
     if model.token_bytes is not None:
         found["context_mb"] = [digits(context * model.token_bytes / 1e6) for context in contexts]
     if pair:
-        length = traffic.best_interval_length(model.geometry, pair.update, pair.read, RING)
+        length = best_length(model.geometry, pair.update, pair.read)
         speedup = traffic.ideal_speedup(model.geometry, length, pair.update, pair.read, RING, baseline=state)
         size = request_bytes(model, length, pair.update, pair.read)[1]
         found["pair"] = [length, digits(speedup, 3), digits(size / 1e6)]

@@ -122,6 +122,17 @@ def group(
     return records
 
 
+def sweep() -> list[list[Record]]:
+    """Two models, three batch sizes and lengths, one failed cell, two processes."""
+    groups = []
+    for replicate in range(2):
+        for batch, length in ((1, 16), (64, 16), (64, 4), (64, 1)):
+            groups.append(group(case(batch=batch, length=length), replicate=replicate, seed=replicate))
+        failed = {"replay/torch": "oom"}
+        groups.append(group(case("qwen3_5_4b"), replicate=replicate, seed=replicate, failed=failed))
+    return groups
+
+
 GPU = {"name": "NVIDIA H200", "kind": "gpu", "memory_bytes": 140 * 2**30, "last_level_cache_bytes": CACHE_BYTES}
 GPU |= {"driver": "580.1", "multiprocessors": 132, "compute_capability": "9.0", "host": {"cores": 16}}
 GPU_ARMS = {

@@ -1,0 +1,165 @@
+"""Figures of kernels: what is drawn, how it looks, and what the legend says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from records import ARMS, case, group, sweep, write
+
+from analysis import figures, published, style, tables
+from analysis.load import load
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """Figures are kept by matplotlib until they are closed."""
+    yield
+    plt.close("all")
+
+
+def axes_of(folder, *groups, figure=figures.speedup_by_batch):
+    found = tables.build(load([write(folder, *groups)]))
+    paper = published.read(ROOT / "results" / "paper" / "published.csv")
+    speedups = found["kernel_speedups"]
+    return figure(speedups[speedups["kind"] == "replay"], found["failures"], paper).axes
+
+
+def labels(ax):
+    return [t.get_text() for t in ax.texts]
+
+
+def test_failed_cells_and_batch_one_are_visible(tmp_path):
+    axes = axes_of(tmp_path, *sweep())
+    assert len(axes) == 2
+    assert all(0.0 in ax.get_xticks() and ax.get_xticklabels()[0].get_text() == "1" for ax in axes)
+    assert "oom" in labels(axes[1])
+    assert "batch 1\nnot run" in labels(axes[1])
+    assert "batch 1\nnot run" not in labels(axes[0])
+
+
+def test_published_curves_are_open_and_labelled_with_their_card(tmp_path):
+    ax = axes_of(tmp_path, *sweep())[0]
+    assert "published, H100\nmodel inferred" in labels(ax)
+    open_lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_ydata()) for line in open_lines] == [[0.73, 1.36, 1.69, 1.78]]
+
+
+def test_every_measured_point_carries_its_interval(tmp_path):
+    ax = axes_of(tmp_path, *sweep())[0]
+    bars = [c for c in ax.containers if c.has_yerr]
+    assert len(bars) == 2  # replay/cpu and replay/torch
+    for bar in bars:
+        heights = [abs(s[1][1] - s[0][1]) for s in bar.lines[2][0].get_segments()]
+        assert min(heights) > 0
+        assert len(heights) == 2  # batch 1 and 64
+
+
+def test_a_line_is_broken_at_a_failed_cell(tmp_path):
+    groups = [group(case(batch=b), failed={"replay/cpu": "timeout"} if b == 8 else None) for b in (1, 8, 64)]
+    ax = axes_of(tmp_path, *groups)[0]
+    assert any(np.isnan(np.asarray(line.get_ydata(), dtype=float)).any() for line in ax.lines)
+
+
+def test_the_traffic_curve_passes_through_the_ideals_of_the_records(tmp_path):
+    groups = [group(case(length=length)) for length in (1, 2, 8, 16, 32)]
+    frame = tables.build(load([write(tmp_path, *groups)]))["kernel_speedups"]
+    rows = frame[frame["arm"] == "replay/cpu"].sort_values("interval_length")
+    curve = figures.traffic_curve(rows, rows["interval_length"].to_numpy(dtype=float))
+    assert curve == pytest.approx(rows["ideal_bytes"].to_numpy(dtype=float), abs=2e-4)
+    assert figures.traffic_curve(rows[rows["interval_length"] == 1], np.array([1.0])) is None
+
+
+def test_phases_of_one_arm_are_two_series(tmp_path):
+    groups = [group(case(batch=b, phase=p), arms=ARMS) for b in (1, 64) for p in ("aligned", "staggered")]
+    ax = axes_of(tmp_path, *groups)[0]
+    assert len([c for c in ax.containers if c.has_yerr]) == 4
+
+
+def hollow(ax):
+    """Points drawn as no evidence: coloured edge, white face, no line."""
+    return [line for line in ax.lines if line.get_markerfacecolor() == "white" and line.get_linestyle() == "None"]
+
+
+def legend(axes):
+    return [text.get_text() for text in axes[0].figure.legends[0].get_texts()]
+
+
+def roofs_of(folder, *groups):
+    found = tables.build(load([write(folder, *groups)]))
+    return figures.bandwidth(
+        found["roofs"], found["failures"], published.read(ROOT / "results/paper/published.csv")
+    ).axes
+
+
+def test_an_interval_of_one_round_has_no_negative_bar(tmp_path):
+    """Its bounds are the estimate; these rows are such that rounding once put a bound on the wrong side."""
+    one_round = case(timing={**case()["timing"], "rounds": 1})
+    for seed in (12, 21, 35):
+        assert roofs_of(tmp_path / str(seed), group(one_round, seed=seed, noise=0.001))
+
+
+def test_points_of_one_process_are_hollow_and_the_legend_says_why(tmp_path):
+    of = case(batch=8)
+    groups = [*(group(replicate=r, seed=r) for r in range(2)), group(of)]
+    for name, draw, arms in (("speedups", axes_of, 2), ("roofs", roofs_of, 4)):
+        axes = draw(tmp_path / name, *groups)
+        assert len(hollow(axes[0])) == arms
+        assert style.WEAK in legend(axes)
+        good = draw(tmp_path / f"good-{name}", *groups[:2])
+        assert hollow(good[0]) == []
+        assert style.WEAK not in legend(good)
+
+
+def test_a_model_that_was_run_at_another_interval_length_only_is_drawn_and_says_so(tmp_path):
+    groups = [group(), group(case("qwen3_5_4b", length=4))]
+    for name, draw in (("speedups", axes_of), ("roofs", roofs_of)):
+        axes = draw(tmp_path / name, *groups)
+        assert len(axes) == 2
+        assert ["L = 16" in "".join(labels(ax)) for ax in axes] == [True, False]
+        assert "only L = 4 run" in "".join(labels(axes[1]))
+        assert axes[1].containers
+
+
+def test_every_roof_lies_within_the_bands_of_the_measured_bandwidths(tmp_path):
+    groups = []
+    for batch, factor in ((1, 1.0), (8, 1.6), (64, 0.7)):
+        for records in (group(case(batch=batch), replicate=r, seed=r) for r in range(2)):
+            changed = []
+            for r in records:
+                bandwidth = {k: b | {"bytes_per_s": b["bytes_per_s"] * factor} for k, b in r.bandwidth.items()}
+                changed.append(
+                    replace(r, bandwidth=bandwidth, traffic=r.traffic | {"floor_ns": r.traffic["floor_ns"] / factor})
+                )
+            groups.append(changed)
+    ax = roofs_of(tmp_path, *groups)[0]
+    spans = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches]
+    ticks = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|" and line.get_color() == style.INK]
+    assert len(spans) == 2
+    assert len(ticks) == 12
+    assert all(min(low for low, _ in spans) <= t <= max(high for _, high in spans) + 1e-6 for t in ticks)
+
+
+def test_the_widest_legend_fits_its_figure(tmp_path):
+    two = {arm: ARMS[arm] for arm in ("stored/cpu", "replay/cpu")}
+    phases = [group(), group(case(phase="staggered"), arms=two)]
+    others = [group(case(m)) for m in ("qwen3_5_4b", "kimi_linear_48b")]
+    with plt.rc_context(style.RC):
+        figure = axes_of(tmp_path, *phases, *others)[0].figure
+        figure.set_dpi(style.RC["savefig.dpi"])
+        figure.canvas.draw()
+    box, page = figure.legends[0].get_window_extent(), figure.bbox
+    assert page.x0 <= box.x0 < box.x1 <= page.x1
+
+
+def test_the_legend_names_only_arms_that_are_drawn(tmp_path):
+    two = {arm: ARMS[arm] for arm in ("stored/cpu", "replay/cpu")}
+    groups = [group(case(batch=8)), *(group(case(length=n), arms=two) for n in (4, 16))]
+    names = legend(axes_of(tmp_path, *groups, figure=figures.speedup_by_interval))
+    assert any("replay/cpu" in name for name in names)
+    assert not any("replay/torch" in name for name in names)
