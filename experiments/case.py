@@ -234,15 +234,17 @@ def models_with_geometry() -> list[str]:
     return [f.stem for f in sorted(MODELS.glob("*.yaml")) if b"\nssm:" in f.read_bytes()]
 
 
-def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = None) -> tuple[str, ...]:
+def arms_from_config(
+    config: Mapping[str, Any], of: Collection[str] | None = None, mixed: bool = False
+) -> tuple[str, ...]:
     """The arms to run, in the order given; each exists, none twice, and each runs on ``device`` and can hold
     ``precision.state``. ``default`` are all such arms, stored ones first. An experiment that cannot run every arm
-    names those ``of`` which it can.
+    names those ``of`` which it can; ``mixed``, one that runs those of windows and others together.
     """
     device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
     windowed = config.get("window") is not None
     known = known_arms() if of is None else tuple(arm for arm in known_arms() if arm in of)
-    known = tuple(arm for arm in known if of_windows(arm) == windowed)
+    known = tuple(arm for arm in known if mixed or of_windows(arm) == windowed)
     here = [arm for arm in known if device in devices(arm)]
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
@@ -256,7 +258,7 @@ def arms_from_config(config: Mapping[str, Any], of: Collection[str] | None = Non
         such = f"at least one, such as 'arms=[{(WINDOW_EXAMPLE_ARMS if windowed else EXAMPLE_ARMS)[device]}]'"
         raise refuse("arms", arms, f"{DEFAULT_ARMS}, or {example}, {such}")
     for arm in arms:
-        if arm in known_arms() and of_windows(arm) != windowed:
+        if not mixed and arm in known_arms() and of_windows(arm) != windowed:
             raise refuse("arms", arm, example, "is for no window" if windowed else "is for a window, such as window=4")
         if not isinstance(arm, str) or arm not in known:
             raise refuse("arms", arm, example, "has no such arm")

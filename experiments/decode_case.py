@@ -46,6 +46,16 @@ class DecodeCase(Case):
     architecture: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
+    def forced(self) -> bool:
+        """Whether all arms are forced on one stream of tokens."""
+        return self.weights == RANDOM
+
+    @property
+    def head(self) -> bool:
+        """Whether the model is loaded with its draft head."""
+        return False
+
+    @property
     def longest(self) -> int:
         """Tokens that a row is given at most: both generations, the tokens that stagger rows, and a checked cycle."""
         return self.context + self.steps + 4 * self.interval_length
@@ -55,26 +65,30 @@ def case_from_config(config: Mapping[str, Any]) -> DecodeCase:
     """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
     only(config, (*OPTIONS, "weights", "context", "steps", "blocks"))
     choice(config, "experiment", ["decode"])
-    shared = shared_from_config(config)
-    folder = text(config, "weights", "random, or a folder with config.json and safetensors")
-    blocks = 0 if get(config, "blocks", "an integer, or null") is None else integer(config, "blocks", 1, 1000)
-    case = DecodeCase(
-        experiment="decode",
-        **_model(config, folder),
-        **shared,
-        weights=folder if folder == RANDOM else str(Path(folder).resolve()),
-        context=integer(config, "context", 1, MAX_CONTEXT),
-        steps=integer(config, "steps", 1, 100_000),
-        blocks=blocks,
-    )
-    if case.steps % case.interval_length:
-        accepted = f"a multiple of interval_length={case.interval_length}, whole flush cycles"
-        raise refuse("steps", case.steps, accepted)
+    case = DecodeCase(experiment="decode", **decode_fields(config))
     decode_arms(config)
     check_run_options(config)
     if not config["dry_run"]:
         nvidia.refuse_without(case.device)
-    return replace(case, geometry=_geometry(model_config(case)))  # imports torch
+    return with_geometry(case)  # imports torch
+
+
+def decode_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a case of whole models, but for ``experiment``; the geometry of a folder's model is read later."""
+    shared = shared_from_config(config)
+    folder = text(config, "weights", "random, or a folder with config.json and safetensors")
+    blocks = 0 if get(config, "blocks", "an integer, or null") is None else integer(config, "blocks", 1, 1000)
+    context, steps = integer(config, "context", 1, MAX_CONTEXT), integer(config, "steps", 1, 100_000)
+    if steps % shared["interval_length"]:
+        accepted = f"a multiple of interval_length={shared['interval_length']}, whole flush cycles"
+        raise refuse("steps", steps, accepted)
+    weights = folder if folder == RANDOM else str(Path(folder).resolve())
+    return _model(config, folder) | shared | {"weights": weights, "context": context, "steps": steps, "blocks": blocks}
+
+
+def with_geometry(case: Any) -> Any:
+    """The case with the layer geometry of its model."""
+    return replace(case, geometry=_geometry(model_config(case)))
 
 
 def decode_arms(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ def test_agreement_is_counted() -> None:
 
 
 def test_a_case_that_cannot_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_worker, "_model", lambda case: pytest.fail("weights were made"))
+    monkeypatch.setattr(decode_worker.Opened, "of", lambda case: pytest.fail("weights were made"))
     records = decode_worker.run_group(Group(case("gdn", "batch_size=100000", "context=100000"), ("stored/cpu",), 0, ()))
     assert [(r.status, r.message.endswith("GiB free; not tried")) for r in records] == [("oom", True)]
     assert records[0].decode["memory"]["keys_values"] > 2**40

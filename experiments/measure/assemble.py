@@ -16,6 +16,7 @@ from experiments.decode_case import DecodeCase
 from experiments.measure import provenance
 from experiments.measure.record import Record
 from experiments.measure.sources import arm_hash, arm_sources
+from experiments.speculative_case import SpeculativeCase
 from replayssm.geometry import Geometry
 
 
@@ -81,7 +82,8 @@ class Group:
 def case_from_dict(data: dict[str, Any]) -> Case:
     """The case of ``dataclasses.asdict``, as a record or a job holds it."""
     parts = {"geometry": Geometry, "precision": Precision, "timing": Timing}
-    kind = {"decode": DecodeCase, "window": WindowCase}.get(data["experiment"], Case)
+    kinds = {"decode": DecodeCase, "speculative": SpeculativeCase, "window": WindowCase}
+    kind = kinds.get(data["experiment"], Case)
     return kind(**{name: parts[name](**value) if name in parts else value for name, value in data.items()})
 
 

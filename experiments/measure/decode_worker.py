@@ -1,4 +1,5 @@
-"""One decode case in one process: all arms with the same weights, checked, traced, timed by turns, checked again.
+"""One case of whole models in one process: all arms with the same weights, checked, traced, timed by turns, checked
+again; with speculation or without.
 
 A sample is the difference of two generations, of L and of L + ``steps`` tokens behind the same prompt, so that what a
 generation costs once cancels. In each round every arm is timed once, in a random order and in the next round its
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from experiments.case import of_windows
 from experiments.decode_case import RANDOM, DecodeCase, model_config
 from experiments.inputs import DTYPES
 from experiments.measure import devices
@@ -27,17 +29,20 @@ from experiments.measure.runner import FALLBACK_CACHE_BYTES, PROBE_BYTES
 from experiments.measure.session import CHUNK, Session
 from experiments.measure.session_gates import Chosen, Trace, agreement, check, trace
 from experiments.measure.sources import arm_file
+from experiments.measure.speculation import Opened, generated_as_traced, match, speculation
 from experiments.measure.timing import RaisedError, interleave, warm_up
+from experiments.measure.window_session import WindowSession, window_trace
 from experiments.measure.worker import AGAIN, fastest_probe
+from experiments.speculative_case import SpeculativeCase
 from replayssm.engine import Memory, predict_memory
-from replayssm.models import Decoder, load_model, random_model
+from replayssm.models import Decoder
 
 MEMORY_SHARE = 0.9
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
 TRACED_CYCLES = 4
 PRODUCTS = "products"
 FORCED = f"random, all arms forced on one stream of tokens; keys and values beyond token {CHUNK} random"
-GREEDY = "checkpoint, greedy"
+FORCED_TOO, GREEDY = "checkpoint, all arms forced on one stream of tokens", "checkpoint, greedy"
 
 
 @dataclass
@@ -58,6 +63,12 @@ class Arm:
     """Steps of them that the device had to wait for, by round."""
     state_ns: list[int] = field(default_factory=list)
     memory_bytes: int = 0
+    accepted: torch.Tensor | None = None
+    """``[steps,B]`` tokens that counted in a generation as it was timed, of windows."""
+    rows_unmatched: int = 0
+    """Rows that accepted otherwise than with another arm, or in the trace, at near ties."""
+    off: float = 0.0
+    """What log-probabilities differ by between the arms of windows."""
 
     def fail(self, status: str, message: str) -> None:
         self.status, self.message = status, " ".join(message.split())
@@ -79,9 +90,11 @@ def run_group(group: Group) -> list[Record]:
 def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
     """What each arm needs; the weights are one and the same."""
     sizes: dict[str, Any] = {"slots": case.batch_size, "capacity": case.longest, "chunk": CHUNK, "prompt_rows": 1}
-    sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs]}
-    config = model_config(case)
-    return {arm: predict_memory(config, arm, state_dtype=DTYPES[case.precision.state], **sizes) for arm in arms}
+    sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs], "head": case.head}
+    config, state_dtype = model_config(case), DTYPES[case.precision.state]
+    window = case.window if isinstance(case, SpeculativeCase) else None
+    windows = {arm: window if of_windows(arm) else None for arm in arms}
+    return {arm: predict_memory(config, arm, state_dtype=state_dtype, window=windows[arm], **sizes) for arm in arms}
 
 
 def needed_bytes(memory: dict[str, Memory]) -> int:
@@ -99,18 +112,21 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     device.begin(case)
     group.device = device.describe()
     memory, free = predicted(case, group.arms), device.free_bytes()
-    needed = needed_bytes(memory) + _probe_bytes(group)
-    if free is not None and needed > MEMORY_SHARE * free:
-        text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
-        return [group.record(arm.name, "oom", text, decode={"memory": asdict(memory[arm.name])}) for arm in arms]
+    if free is not None:
+        _drop(arms, case, memory, MEMORY_SHARE * free - _probe_bytes(group), free)
+    if all(arm.status == "oom" for arm in arms):
+        return [_failure(arm, group, memory[arm.name]) for arm in arms]
     try:
-        model = _model(case)
+        opened = Opened.of(case)
     except Exception as error:
         return group.failures(status_of(error), told(error))
+    model = opened.model
     for arm in arms:
-        _prepare(arm, case, model)
+        if arm.status == "ok":
+            _prepare(arm, case, opened)
     routers = _routing(arms, model)
     _trace(arms, case)
+    match(arms)
     timed = _time_standing(arms, group, model)
     for arm in arms:
         _checked(arm, case, "after")
@@ -123,14 +139,20 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     return [_record(arm, group, arms, memory[arm.name], used, timed, told_once) for arm in arms]
 
 
-def _model(case: DecodeCase) -> Decoder:
-    placed: dict[str, Any] = {"dtype": DTYPES[case.precision.inputs], "device": devices.of(case).tensors}
-    if case.weights == RANDOM:
-        return random_model(model_config(case), seed=case.seed, **placed)
-    return load_model(case.weights, **placed)
+def _drop(arms: list[Arm], case: DecodeCase, memory: dict[str, Memory], room: float, free: int) -> None:
+    """What cannot fit together is not tried: all arms, or, where arms hold unequal states for a window, the largest
+    first, so that the others are measured."""
+    left = dict(memory)
+    while left and (needed := needed_bytes(left)) > room:
+        text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
+        out = [max(left, key=lambda name: left[name].total)] if isinstance(case, SpeculativeCase) else list(left)
+        for arm in arms:
+            if arm.name in out:
+                arm.fail("oom", text)
+                del left[arm.name]
 
 
-def _prepare(arm: Arm, case: DecodeCase, model: Decoder) -> None:
+def _prepare(arm: Arm, case: DecodeCase, opened: Opened) -> None:
     """Make the session, compile and capture its step, and judge it."""
     try:
         module = importlib.import_module(f"experiments.arms.{arm_file(arm.name).stem}")
@@ -138,8 +160,9 @@ def _prepare(arm: Arm, case: DecodeCase, model: Decoder) -> None:
         if reason := module.unsupported(case):
             arm.fail("unsupported", reason)
             return
-        watched = {n for moment in ("before", "after") for n in Chosen.of(case, model.state_layers, moment).layers}
-        arm.session = Session(case, model, arm.name, watched)
+        layers = opened.model.state_layers
+        watched = {n for moment in ("before", "after") for n in Chosen.of(case, layers, moment).layers}
+        arm.session = opened.session(case, arm.name, watched)
         arm.memory_bytes = arm.session.memory_bytes
     except Exception as error:
         fail(arm, case, error)
@@ -156,6 +179,9 @@ def _checked(arm: Arm, case: DecodeCase, moment: str) -> None:
         return
     try:
         if moment == "after":
+            if fault := generated_as_traced(arm, case):
+                arm.fail("incorrect", fault)
+                return
             arm.session.restart()
             arm.session.run(case.interval_length)
         correctness = check(arm.session, moment, Chosen.of(case, arm.session.states.layers, moment))
@@ -172,7 +198,11 @@ def _trace(arms: list[Arm], case: DecodeCase) -> None:
     for arm in arms:
         if arm.session is not None:
             try:
-                arm.trace = trace(arm.session, steps)
+                if isinstance(arm.session, WindowSession):
+                    all_steps = steps if case.forced else case.interval_length + case.steps
+                    arm.trace = window_trace(arm.session, all_steps)
+                else:
+                    arm.trace = trace(arm.session, steps)
             except Exception as error:
                 fail(arm, case, error)
 
@@ -236,13 +266,14 @@ def _time(arms: list[Arm], group: Group, model: Decoder) -> dict[str, Any]:
         return elapsed[1] - elapsed[0]
 
     participants: dict[str, Any] = {arm.name: (arm.name, arm) for arm in arms}
-    participants[PRODUCTS] = device.repeated(products(model, case.batch_size))
+    rows = case.batch_size * (case.window if isinstance(case, SpeculativeCase) else 1)
+    participants[PRODUCTS] = device.repeated(products(model, rows))
     buffer = torch.ones(_probe_bytes(group) // 8 * 2, device=device.tensors)
     probes = {name: run for name, (kind, run, _) in device.bandwidth_candidates().items() if kind == "read"}
     participants |= {f"probe {name}": (lambda run=run: run(buffer)) for name, run in probes.items()}
     moved = {name: run(buffer) for name, run in probes.items()}
     warmed = warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance, elapsed_ns)
-    stored = [arm for arm in arms if arm.name.startswith("stored/")] or arms
+    stored = [arm for arm in arms if arm.name.startswith(("stored/", "snapshots/"))] or arms
     again = min(stored, key=lambda arm: warmed.last_ns[arm.name])
     participants[again.name + AGAIN] = (again.name + AGAIN, again)
     kept.clear()
@@ -332,12 +363,12 @@ def _record(
     """The arm's record; one that failed keeps what was found about its correctness, and no samples."""
     if arm.status != "ok":
         return _failure(arm, group, memory)
-    case, first = group.case, next(a for a in arms if a.trace is not None)
+    case, first = group.case, next(a for a in arms if a.trace is not None and a.status == "ok")
     assert isinstance(case, DecodeCase)
     step_ns = median(timed["samples"][arm.name]) / case.steps
     state_step_ns = median(arm.state_ns) / case.interval_length
     found: dict[str, Any] = {
-        "weights": FORCED if case.weights == RANDOM else GREEDY,
+        "weights": FORCED if case.weights == RANDOM else FORCED_TOO if case.forced else GREEDY,
         "step_ns": step_ns,
         "state_step_ns": state_step_ns,
         "state_share": state_step_ns / step_ns,
@@ -346,8 +377,12 @@ def _record(
         "state_cycles_ns": arm.state_ns,
         "memory": asdict(memory),
     }
+    if isinstance(case, SpeculativeCase):
+        found |= speculation(arm, case, memory, step_ns)
     if arm is not first and arm.trace is not None and first.trace is not None:
-        found["agreement"] = {"with": first.name} | agreement(arm.trace, first.trace, case.weights == RANDOM)
+        steps = min(len(arm.trace.logprob), len(first.trace.logprob))
+        common = arm.trace.first(steps), first.trace.first(steps)
+        found["agreement"] = {"with": first.name} | agreement(*common, case.forced)
     is_again = arm.name == timed["again"]
     again = timed["samples"][arm.name + AGAIN] if is_again else []
     used = used if is_again else {k: v for k, v in used.items() if k not in ("participants", "order")}

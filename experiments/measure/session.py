@@ -1,9 +1,9 @@
 """One arm of a decode case, ready to generate: a cache behind the prompt, a step, and a view of what its layers got.
 
-All rows have the same prompt, which is read once; `restart` puts every row behind it again. With random weights only a
-prompt's first tokens are read, whose states are as good as any, and the tokens that follow are forced, those of a
-seeded stream, another for each row: all arms then do the same work, and experts are chosen as by different requests.
-With a checkpoint each row goes on with its likeliest token.
+All rows have the same prompt, which is read once, unless each is given its own; `restart` puts every row behind it
+again. With random weights only a prompt's first tokens are read, whose states are as good as any, and the tokens that
+follow are forced, those of a seeded stream, another for each row: all arms then do the same work, and experts are
+chosen as by different requests. With a checkpoint each row goes on with its likeliest token.
 
 With staggered phases row r has taken r mod L tokens of its stream before the others begin.
 """
@@ -28,6 +28,8 @@ GATE_ERROR = 1 + 6 * 2.0**-23
 """What a gate computed in float32 may be off by: the kernels' own are tested to be within 6 units."""
 CHUNK = 256
 """Tokens of a prompt that are read at a time."""
+PROMPT_ROWS = 8
+"""Prompts that are read at a time, where each row has its own."""
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Watched:
 
     def __init__(self, states: States, of: set[int]) -> None:
         self.geometry, self.layers, self.slots = states.geometry, states.layers, states.slots
+        self.window = getattr(states, "window", None)
         self.inner, self.of = states, of
         self.seen: dict[int, Seen] = {}
         self.load, self.fill, self.commit = states.load, states.fill, states.commit
@@ -56,15 +59,23 @@ class Watched:
 
 class Session:
     """An arm of ``case`` with ``model``; ``watched`` are the numbers of the state-space layers that will be checked.
+    ``prompts`` are one a row; by default all rows have the same random one.
 
     ``steps`` counts every step since the session began, ``held [B]`` are the tokens that a replay arm's rings hold.
     """
 
-    def __init__(self, case: DecodeCase, model: Decoder, arm: str, watched: set[int]) -> None:
+    window: int | None = None
+    """Tokens that a step takes at most, where it may be several."""
+
+    def __init__(
+        self, case: DecodeCase, model: Decoder, arm: str, watched: set[int], prompts: list[list[int]] | None = None
+    ) -> None:
         self.case, self.model, self.arm = case, model, arm
         device = model.embedding.device
-        kept = {"interval_length": case.interval_length, "state_dtype": DTYPES[case.precision.state]}
-        self.cache = new_cache(model, arm, slots=case.batch_size, capacity=case.longest, **kept)
+        self.state_dtype = DTYPES[case.precision.state]
+        kept = {"interval_length": case.interval_length, "state_dtype": self.state_dtype}
+        sizes = {"slots": case.batch_size, "capacity": case.longest, "window": self.window}
+        self.cache = new_cache(model, arm, **sizes, **kept)
         self.states: States = self.cache.states
         self.watched = Watched(self.states, watched)
         self.cache.states = self.watched
@@ -74,19 +85,22 @@ class Session:
         self.stream = _stream(case, len(model.embedding)).to(device)
         self.taken = torch.zeros(case.batch_size, dtype=torch.int64, device=device)
         self.tokens, self.slots = self.stream[0].clone(), self.rows.clone()
-        self.step = Step(model, self.cache, arm, self.tokens, self.slots, self._next)
-        self.steps, self._span = 0, case.context + 1
-        self._read_prompt()
+        self.step = self._new_step()
+        self.steps, self._span = 0, 0
+        self._read(prompts)
         self.restart()
+
+    def _new_step(self) -> Step:
+        return Step(self.model, self.cache, self.arm, self.tokens, self.slots, self._next)
 
     def restart(self) -> None:
         """Every row behind the prompt again, and its phase ahead."""
         self.watched.fill(self._state)
         self.cache.conv.copy_(self._conv)
-        self.cache.length.fill_(self.case.context)
+        self.cache.length.copy_(self._length)
         self.taken.zero_()
         self.tokens.copy_(self._first)
-        self._span = self.case.context + 1
+        self._span = self._longest_prompt + (self.window or 1)
         for number in range(self._most_ahead):
             self.slots.copy_(torch.where(self.offsets > number, self.rows, -1))
             self._advance()
@@ -106,7 +120,7 @@ class Session:
         self.step.run(self._span)
         seen = self.watched.seen
         self.watched.of, self.watched.seen, self.step.logits = before
-        self._span += 1
+        self._span += self.window or 1
         self.steps += 1
         return seen
 
@@ -119,7 +133,7 @@ class Session:
             for _ in range(self.case.interval_length):
                 for number, layer in seen.items():
                     self.states.step(number, layer.out, layer.inputs, self.slots, **layer.more)
-                self.states.commit(self.slots)
+                self._commit()
 
         run = devices.of(self.case).repeated(steps)
 
@@ -128,6 +142,16 @@ class Session:
             self.steps += self.case.interval_length
 
         return cycle
+
+    def _commit(self) -> None:
+        """Of a step of the state-space layers alone."""
+        self.states.commit(self.slots)
+
+    def through(self, state: Tensor, inputs: Any, stored: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Outputs and next state of one step by the plain recurrence, of the inputs that `inputs` gave; the state is
+        rounded to ``stored``, where that is given, and computed with in float32."""
+        y, state = FAMILIES[self.states.geometry.family].step(state, inputs)
+        return y, state if stored is None else state.to(stored).float()
 
     def inputs(self, number: int, rows: Tensor) -> tuple[Any, Any]:
         """What the last step of a watched layer got, for some rows: exactly, and as an honest version has it. They
@@ -160,6 +184,15 @@ class Session:
         return torch.zeros(self.states.layers, self.case.batch_size, dtype=torch.int64)
 
     @property
+    def uneven_flushes(self) -> int:
+        """By how much counts differ that should be equal: of rows and layers."""
+        return int(self.flushes.max() - self.flushes.min())
+
+    def marks(self) -> Tensor:
+        """``[layers,B,N]``: a part of each row's state or checkpoint, which a cycle changes."""
+        return self.stored[:, :, 0, 0].clone()
+
+    @property
     def flushes_expected(self) -> int:
         """One of each row and layer in L steps."""
         cycles = self.steps // self.case.interval_length if isinstance(self.states, ReplayStates) else 0
@@ -189,7 +222,7 @@ class Session:
 
     def _advance(self) -> None:
         self.step(self._span)
-        self._span += 1
+        self._span += self.window or 1
 
     @property
     def _most_ahead(self) -> int:
@@ -199,24 +232,51 @@ class Session:
     def _next(self, logits: Tensor) -> Tensor:
         """The next token of each row's stream, or its likeliest, which is sought in either case."""
         likeliest = logits.argmax(-1)
-        if self.case.weights != RANDOM:
+        if not self.case.forced:
             return likeliest
         self.taken.add_(self.slots >= 0)
         return self.stream.gather(0, self.taken[None])[0]
 
-    def _read_prompt(self) -> None:
-        """Into slot 0; then keys and values of all slots, and what `restart` gives them. With random weights a chunk of
-        the prompt is read, and the keys and values of what a longer one has beyond it are random too."""
-        generator, context = torch.Generator().manual_seed(self.case.seed + 1), self.case.context
-        read = min(context, CHUNK) if self.case.weights == RANDOM else context
-        prompt = torch.randint(len(self.model.embedding), (1, read), generator=generator)
-        logits = self.model.prefill(prompt, self.cache, [0], chunk=CHUNK)
-        self._first = self.stream[0] if self.case.weights == RANDOM else logits.argmax(-1).expand(len(self.rows))
-        self._state, self._conv = self.stored[:, :1].clone(), self.cache.conv[:, :1].clone()
+    def _read(self, prompts: list[list[int]] | None) -> None:
+        """Prompts into their slots, or one random prompt into slot 0, and its keys and values into all; then what
+        `restart` gives them. With random weights a chunk of the prompt is read, and the keys and values of what a
+        longer one has beyond it are random too."""
+        context = self.case.context
+        if prompts is None:
+            generator = torch.Generator().manual_seed(self.case.seed + 1)
+            read = min(context, CHUNK) if self.case.weights == RANDOM else context
+            prompts = torch.randint(len(self.model.embedding), (1, read), generator=generator).tolist()
+            self._longest_prompt = context
+        else:
+            context = self._longest_prompt = max(len(prompt) for prompt in prompts)
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        logits = []
+        for at in range(0, len(prompts), PROMPT_ROWS):
+            part, slots = tokens[at : at + PROMPT_ROWS], list(range(at, min(at + PROMPT_ROWS, len(prompts))))
+            given = {"chunk": CHUNK, "follow": self._follow(part)}
+            logits.append(self.model.prefill(part, self.cache, slots, lengths[at : at + PROMPT_ROWS], **given))
+        self._first = self.stream[0] if self.case.forced else torch.cat(logits).argmax(-1).expand(len(self.rows))
+        alike, rows = len(prompts) == 1, len(prompts)
+        self._length = torch.tensor([context] if alike else lengths, device=self.rows.device)
+        self._state, self._conv = self._behind_prompts(rows), self.cache.conv[:, :rows].clone()
         beyond = torch.Generator(self.rows.device).manual_seed(self.case.seed + 2)
-        for memory in (self.cache.keys, self.cache.values):
-            memory[:, :1, :, read:context].normal_(generator=beyond)
+        for memory in (self.cache.keys, self.cache.values) if alike else ():
+            memory[:, :1, :, lengths[0] : context].normal_(generator=beyond)
             memory[:, 1:, :, :context] = memory[:, :1, :, :context]
+        self._begun(tokens, lengths)
+
+    def _behind_prompts(self, read: int) -> Tensor:
+        """``[layers,read,H,P,N]`` states of the first slots."""
+        return self.stored[:, :read].clone()
+
+    def _follow(self, tokens: Tensor) -> Any:
+        """What is shown the prompts as they are read."""
+
+    def _begun(self, tokens: Tensor, lengths: list[int]) -> None:
+        """All prompts have been read, and the first token behind each is known."""
 
 
 def _stream(case: DecodeCase, vocabulary: int) -> Tensor:

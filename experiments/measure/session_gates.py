@@ -21,7 +21,6 @@ from experiments.case import Case
 from experiments.measure.gates import CHECKED_COPIES, CHECKED_ROWS, SLACK, compare, draw, exact
 from experiments.measure.record import Comparison, Correctness
 from experiments.measure.session import Session
-from replayssm.recurrence import FAMILIES
 
 ROUNDING = 2.0**-24
 """Of one float32 operation, relative."""
@@ -46,7 +45,7 @@ def check(session: Session, moment: str, chosen: Chosen) -> Correctness:
     case, rows = session.case, chosen.rows.to(session.rows.device)
     if not session.watched.seen:
         session.run(case.interval_length)
-    marks, state_dim = _marks(session), session.states.geometry.state_dim
+    marks, state_dim = session.marks(), session.states.geometry.state_dim
     starts = {number: session.state(number, rows) for number in chosen.layers}
     tokens: list[dict[int, tuple[Any, Any]]] = []
     outputs: list[dict[int, Tensor]] = []
@@ -61,13 +60,13 @@ def check(session: Session, moment: str, chosen: Chosen) -> Correctness:
         exact_inputs, honest_inputs = zip(*(at[number] for at in tokens), strict=True)
         made = torch.stack([at[number] for at in outputs])
         truth, last = _stepped(session, starts[number], exact_inputs, None)
-        honest, rounded = _stepped(session, starts[number], honest_inputs, session.stored.dtype)
+        honest, rounded = _stepped(session, starts[number], honest_inputs, session.state_dtype)
         comparisons += [
             _compared(f"output of layer {number}", made, truth, honest.to(made.dtype), 2, state_dim),
             _compared(f"state of layer {number}", session.state(number, rows), last, rounded, 3, state_dim),
         ]
-    flushes, changed = session.flushes, (_marks(session) != marks).any(-1).all(-1)
-    comparisons.append(exact("flush counts that differ between rows or layers", int(flushes.max() - flushes.min())))
+    flushes, changed = session.flushes, (session.marks() != marks).any(-1).all(-1)
+    comparisons.append(exact("flush counts that differ between rows or layers", session.uneven_flushes))
     return Correctness(
         moment=moment,
         comparisons=tuple(comparisons),
@@ -79,11 +78,6 @@ def check(session: Session, moment: str, chosen: Chosen) -> Correctness:
         copies_touched=int(changed.sum()),
         copies_expected=len(changed),
     )
-
-
-def _marks(session: Session) -> Tensor:
-    """``[layers,B,N]``: a part of each row's state or checkpoint, which a cycle changes."""
-    return session.stored[:, :, 0, 0].clone()
 
 
 def _compared(
@@ -98,12 +92,10 @@ def _compared(
 def _stepped(
     session: Session, start: Tensor, tokens: Sequence[Any], stored: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[L,R,H,P]`` and last state of the plain recurrence: in float64, or as a state of dtype ``stored``."""
-    recurrence = FAMILIES[session.states.geometry.family].step
+    """Outputs ``[L,R,...,H,P]`` and last state of the plain recurrence: in float64, or with states of ``stored``."""
     state, outputs = start if stored is None else start.to(stored).float(), []
     for inputs in tokens:
-        y, state = recurrence(state, inputs)
-        state = state if stored is None else state.to(stored).float()
+        y, state = session.through(state, inputs, stored)
         outputs.append(y)
     return torch.stack(outputs), state
 
@@ -116,6 +108,9 @@ class Trace:
     likeliest: Tensor
     lead: Tensor
     logprob: Tensor
+
+    def first(self, steps: int) -> Trace:
+        return Trace(self.likeliest[:steps], self.lead[:steps], self.logprob[:steps])
 
 
 def trace(session: Session, steps: int) -> Trace:

@@ -27,7 +27,8 @@ PACKAGES = ("replayssm", "experiments.arms", "experiments.inputs", *HARNESS)
 PACKAGES += tuple(
     f"experiments.measure.{name}" for name in ("gated", "layers", "peer_layers", "tuning", "window_layers")
 )
-AROUND = {"decode": ("experiments/measure/session.py",)}
+AROUND: dict[str, tuple[str, ...]] = {"decode": ("experiments/measure/session.py",)}
+AROUND["speculative"] = (*AROUND["decode"], "experiments/measure/window_session.py")
 """Experiment -> files that run inside a sample of every arm."""
 INSTALLED = {
     "replayssm/kernels/triton/": ("triton",),

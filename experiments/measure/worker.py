@@ -279,6 +279,9 @@ def _without(block: Any, *names: str) -> Any:
 
 
 def _median_step_ns(record: Record) -> float | None:
+    """Of a token of a row, where a step takes several."""
+    if "token_ns" in record.decode:
+        return float(record.decode["token_ns"])
     samples = [ns for of_round in record.samples_ns for ns in of_round]
     return median(samples) / record.layer_steps_per_sample if samples else None
 
@@ -305,7 +308,7 @@ def _report(events: TextIO, **event: Any) -> None:
 
 
 def _runner(case: Case) -> Callable[[Group], list[Record]]:
-    if case.experiment == "decode":
+    if case.experiment in ("decode", "speculative"):
         from experiments.measure.decode_worker import run_group as run_models
 
         return run_models

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,10 @@ class Drafter:
         """New requests in ``slots``, their prompts ``tokens [B,P]`` int64 of ``lengths`` having been read, and
         ``first [B]`` being the token that followed each."""
 
+    def kept(self) -> list[Tensor]:
+        """What it remembers behind prompts, all of it: with these as they were it begins again."""
+        return []
+
     def draft(self, last: Tensor, slots: Tensor, span: int, choose: Choose) -> Drafts:
         """Behind the token ``last [S]`` of each slot; ``span`` is beyond all positions of the window."""
         raise NotImplementedError
@@ -107,6 +112,9 @@ class Mtp(Drafter):
 
     def start(self, slots: Sequence[int], tokens: Tensor, lengths: Sequence[int], first: Tensor) -> None:
         self.following[list(slots), 0] = first
+
+    def kept(self) -> list[Tensor]:
+        return [self.hidden, self.following]
 
     def draft(self, last: Tensor, slots: Tensor, span: int, choose: Choose) -> Drafts:
         accepted, length = self.cache.accepted, self.cache.length
@@ -156,6 +164,11 @@ class DraftModel(Drafter):
     def start(self, slots: Sequence[int], tokens: Tensor, lengths: Sequence[int], first: Tensor) -> None:
         self.model.prefill(tokens, self.own, slots, lengths)
 
+    def kept(self) -> list[Tensor]:
+        """A ring whose cursor is at 0 holds nothing."""
+        states: Any = self.own.states
+        return [states.cache.state, states.cache.cursor, states.accepted, self.own.conv, self.own.length]
+
     def draft(self, last: Tensor, slots: Tensor, span: int, choose: Choose) -> Drafts:
         found: list[tuple[Tensor, Tensor | None]] = []
         for number in range(self.window):
@@ -190,6 +203,9 @@ class Ngram(Drafter):
         where = list(slots)
         self.text[where, : tokens.shape[1]] = tokens.to(self.text.device)
         self.text[where, torch.tensor(list(lengths), device=self.text.device)] = first
+
+    def kept(self) -> list[Tensor]:
+        return [self.text]
 
     def draft(self, last: Tensor, slots: Tensor, span: int, choose: Choose) -> Drafts:
         length, text = self.cache.length[:, None], self.text
@@ -228,6 +244,9 @@ class Controlled(Drafter):
     def start(self, slots: Sequence[int], tokens: Tensor, lengths: Sequence[int], first: Tensor) -> None:
         self.taken[list(slots)] = 0
         self.steps[list(slots)] = 0
+
+    def kept(self) -> list[Tensor]:
+        return [self.taken, self.steps]
 
     def draft(self, last: Tensor, slots: Tensor, span: int, choose: Choose) -> Drafts:
         return Drafts(self._next(self.window - 1))

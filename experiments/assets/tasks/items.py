@@ -13,12 +13,10 @@ from typing import Any
 
 import datasets
 
+from experiments.assets import problems, vocabulary
 from experiments.assets import recall as generator
-from experiments.assets import vocabulary
 
 Docs = dict[str, datasets.Dataset]
-NAMES = ("Anne", "Elinor", "Emma", "Fanny", "Frederick", "George", "Jane", "Mary", "Thomas", "William")
-THINGS = ("apples", "books", "candles", "letters", "oranges", "ribbons", "shillings", "spoons")
 
 
 def recall(items: int, length: int, facts: int, seed: int, **_: Any) -> Docs:
@@ -54,10 +52,8 @@ def shuffled(docs: datasets.Dataset) -> datasets.Dataset:
 
 def word_problems(items: int, seed: int, **_: Any) -> Docs:
     """GSM8K's columns, `question` and `answer`; the split `train` has eight problems for few-shot prompts."""
-    draw = random.Random(seed)
-    drawn = [_problem(draw) for _ in range(2 * items + 100)]
-    problems = list({problem["question"]: problem for problem in drawn}.values())
-    train, test = problems[:8], problems[8 : 8 + items]
+    drawn = problems.generate(items + 8, seed)
+    train, test = drawn[:8], drawn[8:]
     return {"train": datasets.Dataset.from_list(train), "test": datasets.Dataset.from_list(test)}
 
 
@@ -79,18 +75,6 @@ def _questions(items: int, length: int, facts: int, seed: int) -> Any:
             "distance": int(task.distances[passage, question]),
             "values": [text(value[None]) for value in task.answers[passage]],
         }
-
-
-def _problem(draw: random.Random) -> dict[str, str]:
-    name, friend = draw.sample(NAMES, 2)
-    thing, first, more, each = draw.choice(THINGS), draw.randint(3, 40), draw.randint(2, 30), draw.randint(2, 6)
-    total = first + more
-    question = (
-        f"{name} has {first} {thing}. {friend} brings {more} more. Each of them is worth {each} pence. "
-        f"How many pence are all the {thing} worth together?"
-    )
-    worked = f"{name} then has {first} + {more} = {total} {thing}. They are worth {total} * {each} = {total * each}."
-    return {"question": question, "answer": f"{worked}\n#### {total * each}"}
 
 
 def _test(docs: list[dict[str, Any]]) -> Docs:
