@@ -131,7 +131,18 @@ def test_the_table_survives_writing(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_kernel_that_does_not_compile_fails_the_run() -> None:
-    choice = ["--architectures", "79", "--models", "nano_4b", "--states", "fp32", "--batch-sizes", "1"]
+    choice = [
+        "--architectures",
+        "79",
+        "--models",
+        "nano_4b",
+        "--states",
+        "fp32",
+        "--batch-sizes",
+        "1",
+        "--workers",
+        "1",
+    ]
     done = run("-m", "scripts.compile_triton", *choice)
     assert done.returncode == 1
     assert "sm_79 nano_4b fp32 batch 1 does not compile: " in done.stderr
