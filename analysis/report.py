@@ -30,6 +30,10 @@ from analysis.tables import NOTES
 
 ALWAYS = ("kernel_speedups", "roofs")
 """Tables that are shown without rows too."""
+MINOR = ("experiment", "device_kind", "kind", "timing", "arms", "interval_over")
+"""Columns that the page leaves to the files."""
+LONG = 32
+"""Characters from which on the cells of a column break their lines."""
 OPEN_ROWS = 40
 """Rows up to which a table is shown open."""
 ENVIRONMENT = Environment(
@@ -111,8 +115,10 @@ def _measured(section: Section, evidence: Evidence) -> list[str]:
 
 
 def _table(title: str, name: str, frame: pd.DataFrame) -> dict[str, Any]:
-    shared, columns, rows = parts(frame)
-    numeric = [i for i, cells in enumerate(zip(*rows, strict=True), start=1) if all(map(_is_number, cells))]
+    shared, columns, rows = parts(frame.drop(columns=[c for c in frame.columns if c in MINOR]))
+    numbered = list(enumerate(zip(columns, *rows, strict=True), start=1))
+    right = [f"r{i}" for i, (_, *cells) in numbered if all(map(_is_number, cells))]
+    wide = [f"w{i}" for i, cells in numbered if max(map(len, cells)) > LONG]
     return {
         "title": title,
         "name": name,
@@ -121,7 +127,7 @@ def _table(title: str, name: str, frame: pd.DataFrame) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "count": len(frame),
-        "right": " ".join(f"r{i}" for i in numeric),
+        "looks": " ".join([*right, *wide]),
         "open": 0 < len(frame) <= OPEN_ROWS,
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from records import ARMS, case, group, sweep, write
 
-from analysis import figures, published, style, tables
+from analysis import captions, figures, published, style, tables
 from analysis.load import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,3 +163,13 @@ def test_the_legend_names_only_arms_that_are_drawn(tmp_path):
     names = legend(axes_of(tmp_path, *groups, figure=figures.speedup_by_interval))
     assert any("replay/cpu" in name for name in names)
     assert not any("replay/torch" in name for name in names)
+
+
+def test_captions_name_the_sources_of_published_values_and_only_of_those():
+    paper = published.read(ROOT / "results/paper/published.csv")
+    parts = captions.markdown(list(captions.CAPTIONS), paper).split("## ")[1:]
+    named = {part.split("\n")[0]: [line for line in part.splitlines() if line.startswith("- ")] for part in parts}
+    assert set(named) == set(captions.CAPTIONS)
+    assert {name for name, sources in named.items() if sources} == set(captions.PUBLISHED)
+    assert named["kl_by_position"] == ["- summary of the paper, second, item 10"]
+    assert not any("48018 (Kernel" in source for source in named["decode_by_batch"])
