@@ -190,6 +190,7 @@ def answers(tables: dict[str, pd.DataFrame], evidence: Evidence, folder: Path) -
     return {
         "models": {model.name: _of_model(model, tables) for model in known},
         "devices": list(devices["device"]),
+        "first": _first_pick({key: entry for key, entry in rows.items() if key[0] in names}),
         "batches": batches,
         "contexts": contexts,
         "states": [state for state in states if state in FORMATS],
@@ -207,6 +208,18 @@ def answers(tables: dict[str, pd.DataFrame], evidence: Evidence, folder: Path) -
             if key[0] in names
         },
     }
+
+
+def _first_pick(rows: dict[tuple[str, str, str, int], dict[str, Any]]) -> dict[str, str]:
+    """What the page shows first: of what was measured, a gain that is proven before others, then the largest batch."""
+    ranked = []
+    for key, entry in rows.items():
+        context = min(entry["whole"], default=CONTEXTS[0])
+        ranked.append((verdict(key[-1], context, entry)[0] == USE, key[-1], key, context))
+    if not ranked:
+        return {}
+    *_, (model, device, state, batch), context = max(ranked)
+    return {"model": model, "device": device, "state": state, "batch": f"{batch}", "context": f"{context}"}
 
 
 def _of_model(model: Model, tables: dict[str, pd.DataFrame]) -> dict[str, Any]:

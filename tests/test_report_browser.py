@@ -110,6 +110,9 @@ def test_the_second_page_shows_what_python_computed(browser):
     model, device, state, batch = place.split("|")
     entry, context = found["measured"][place], next(iter(found["measured"][place]["whole"]))
     pick = {"model": model, "device": device, "batch": batch, "context": context, "state": state}
+    browser.open(REPORT / "choose.html")
+    picked = "return Object.fromEntries(new FormData(document.querySelector('form')))"
+    assert browser.run(picked) == found["first"]
     browser.open(REPORT / "choose.html", "#" + urllib.parse.urlencode(pick))
     read = "return Object.fromEntries([...document.querySelectorAll('#answers tr')].map("
     read += "(row) => [...row.cells].map((cell) => cell.textContent)))"
