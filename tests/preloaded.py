@@ -38,7 +38,12 @@ class Preloaded:
         self._server = subprocess.Popen([sys.executable, __file__, self._path], **pipes)
         assert self._server.stdout is not None
         assert self._server.stdout.readline() == b"ready\n"
-        atexit.register(self._server.communicate)  # closes its input, which ends it
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
     def start(self, *arguments: str, cwd: Path, env: dict[str, str], stderr: IO[str] | None = None) -> Process:
         """``python -m`` with these arguments; its output, and its errors unless they go to a file, are read as text."""
