@@ -20,7 +20,7 @@ import hydra
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import decode, decode_case, kernel
+from experiments import decode, decode_case, kernel, speculative, speculative_case
 from experiments.app import CONFIGS, VERSION_BASE, to_plain
 from experiments.case import Case, arms_from_config, case_from_config
 from experiments.measure import runner
@@ -40,6 +40,9 @@ DEFAULTS = ("timing=reproduce", "arms=[stored/cpu,replay/cpu]")
 WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
 """Every folder in it is decoded with as well."""
 DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64", "batch_size=16")
+DRAFTS = ("timing=smoke", "timing.rounds=2", "precision=fp32_fp32", "drafter=mtp", "batch_size=4", "context=64")
+DRAFTS += ("interval_length=8", "steps=16", "window=4")
+"""Each of the models drafts for itself, with its own head."""
 
 QUESTIONS = ("task=recall", "task.generator={items: 128, length: 1024, facts: 32, seed: 1}", "batch_size=28")
 
@@ -50,13 +53,19 @@ def jobs() -> Iterator[tuple[Case, tuple[str, ...]]]:
         for overrides in SWEEP:
             config = to_plain(hydra.compose("kernel", [*DEFAULTS, *overrides]))
             yield case_from_config(config), arms_from_config(config)
-        for folder in sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json")):
+        folders = sorted(path.parent for path in WHOLE_MODELS.glob("*/config.json"))
+        for folder in folders:
             config = to_plain(hydra.compose("decode", [*DECODE, f"weights={folder}"]))
             yield decode_case.case_from_config(config), decode_case.decode_arms(config)
+        for folder in folders:
+            config = to_plain(hydra.compose("speculative", [*DRAFTS, f"weights={folder}"]))
+            yield speculative_case.case_from_config(config), speculative_case.speculative_arms(config)
 
 
 def label_of(case: Case) -> str:
     """The case in a few words."""
+    if isinstance(case, speculative_case.SpeculativeCase):
+        return speculative.label(case)
     return decode.label(case) if isinstance(case, decode_case.DecodeCase) else kernel.label(case)
 
 
@@ -98,7 +107,9 @@ def measure(folder: Path, console: Console, repeat: bool, budget_s: float) -> in
     total = sum(case.timing.replicates for cases in by_arms.values() for case in cases)
     waiting = [(arms, *left) for arms, cases in by_arms.items() for left in runner.pending(cases, arms, folder, repeat)]
     pending = sum(len(cases) for _, _, cases in waiting)
-    console.print(f"kernel and decode experiments: {total} runs, {total - pending} recorded already in {folder}")
+    console.print(
+        f"kernels, whole models and their drafts: {total} runs, {total - pending} recorded already in {folder}"
+    )
     failures = 0
     columns = (
         TextColumn("{task.description}"),

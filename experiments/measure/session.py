@@ -189,8 +189,9 @@ class Session:
         return int(self.flushes.max() - self.flushes.min())
 
     def marks(self) -> Tensor:
-        """``[layers,B,N]``: a part of each row's state or checkpoint, which a cycle changes."""
-        return self.stored[:, :, 0, 0].clone()
+        """``[layers,B,H]``: a part of each row's state or checkpoint, which a cycle changes; of every head, since one
+        that soon forgets has the same state again where a text repeats itself."""
+        return self.stored[:, :, :, 0, 0].clone()
 
     @property
     def flushes_expected(self) -> int:

@@ -94,7 +94,7 @@ class WindowSession(Session):
 
     def marks(self) -> Tensor:
         if isinstance(self.states, SnapshotStates):
-            return self.states.state[:, self.rows, self.states.accepted - 1, 0, 0]
+            return self.states.state[:, self.rows, self.states.accepted - 1, :, 0, 0]
         return super().marks()
 
     @property
