@@ -10,6 +10,7 @@ from analysis.bearing import PAPER_CARDS
 FILE = "captions.md"
 PUBLISHED = {"speedup_by_batch": published.KERNEL, "decode_by_batch": published.MODELS}
 PUBLISHED |= {"kl_by_position": "precision_pg19_kl"}
+PUBLISHED |= dict.fromkeys(("throughput_with_drafts", "throughput_by_window"), published.DRAFTED)
 """Figure -> the experiment of the published values that it draws."""
 
 CAPTIONS = {
@@ -24,6 +25,16 @@ CAPTIONS = {
     "decode_by_batch": "Speedup of a whole model's decode step over the fastest stored arm of the same engine, by "
     "batch size, at the shortest context that was run; 95 % intervals. Grey, open: published, on another card and in "
     "another engine. Hollow points prove nothing, as above.",
+    "throughput_with_drafts": "Tokens a second of whole models with drafts, over those of replay without drafts in the "
+    "same rounds, by batch size: a state kept behind every token of the window, and replay that takes rejected tokens "
+    "back by a cursor. Same drafts, same acceptance, 95 % intervals. Grey, open: published, on another card and in "
+    "another engine. Hollow points prove nothing, as above.",
+    "throughput_by_window": "Tokens a second of replay over those of snapshots at the same drafts, by batch size and "
+    "window T = 1 + drafts. Dashed, open: published over vLLM's own speculative decoding, on another card, in its "
+    "window's colour. Hollow points prove nothing, as above.",
+    "requests_that_fit": "Requests whose states, rings and convolutions fit in 100 GB, by window; keys and values, "
+    "which are the same for all arms, are not counted. Open: requests that an engine on a B300 held at once, at 2,048 "
+    "tokens each, as published: the ratio of the two is comparable, the numbers are not.",
     "step_by_part": "Time of a whole model's decode step by part, at the shortest context that was run: the "
     "state-space layers' steps and the model's matrix products, both timed alone in the same run, and what remains; "
     "where products alone take longer than all that is not layers, they are cut to that. The error bar is that of the "

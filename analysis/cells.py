@@ -32,6 +32,9 @@ MODELS_CASE = ["weights", "context", "blocks"]
 WINDOW_CASE = ["window", "accepted"]
 """More such columns where windows of speculative decoding were verified."""
 
+DRAFTS_CASE = ["drafter", "acceptance", "prompts"]
+"""More such columns where whole models verified drafts."""
+
 BASELINES = ("stored", "snapshots")
 """Kinds of arms that others are compared with."""
 
@@ -53,7 +56,8 @@ def cells(records: Iterable[Record]) -> list[Cell]:
 
 def strongest(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that measured the same with another timing or another set of arms, the one with most rounds and arms."""
-    same = [c for c in [*CASE, *MODELS_CASE, *WINDOW_CASE, "arm"] if c not in ("timing", "arms") and c in frame.columns]
+    every = [*CASE, *MODELS_CASE, *WINDOW_CASE, *DRAFTS_CASE, "arm"]
+    same = [c for c in every if c not in ("timing", "arms") and c in frame.columns]
     ranked = frame.sort_values(["rounds", "arms"], ascending=False, kind="stable")
     return ranked.drop_duplicates(same).sort_index()
 

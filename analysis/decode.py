@@ -32,24 +32,31 @@ def _whole(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
         arms[name] for arms in cell.values() for name in str(row.get("baseline")).split(" or ") if name in arms
     ]
     everyone = [record for arms in cell.values() for record in arms.values()]
-    first, step_ms, share = records[0], row["step_us"] / 1e3, _mean(records, "state_share")
+    step_ms, found = row["step_us"] / 1e3, whole(records)
+    share = found["state_share"]
     products = [ns for r in everyone for ns in r.decode.get("products_ns", []) if isinstance(ns, int)]
     floors = [floor for r in everyone if (floor := _rest_floor_ms(r)) is not None]
-    agreements = [r.decode["agreement"] for r in records if isinstance(r.decode.get("agreement"), dict)]
-    drifts = [number(found.get("logprob_drift"), "max") for found in agreements]
-    peaks = [r.group_peak_memory_bytes for r in records if r.group_peak_memory_bytes]
-    return {
-        "weights": "random" if value(first, "weights") == "random" else "checkpoint",
-        "context": value(first, "context"),
-        "blocks": value(first, "blocks") or None,
+    return found | {
         "step_ms": digits(step_ms),
         "baseline_ms": digits(row["baseline_us"] / 1e3) if row.get("baseline_us") else None,
         "tokens_per_s": digits(row["batch_size"] / step_ms * 1e3),
-        "state_share": share,
         "baseline_state_share": _mean(baselines, "state_share"),
         "rest_ms": None if share is None else digits(step_ms * (1 - share)),
         "products_ms": digits(float(np.median(products)) / 1e6) if products else None,
         "rest_floor_ms": digits(float(np.mean(floors))) if floors else None,
+    }
+
+
+def whole(records: list[Record]) -> dict[str, Any]:
+    """What the records of one arm tell of the model, and of its tokens against another arm's."""
+    agreements = [r.decode["agreement"] for r in records if isinstance(r.decode.get("agreement"), dict)]
+    drifts = [number(found.get("logprob_drift"), "max") for found in agreements]
+    peaks = [r.group_peak_memory_bytes for r in records if r.group_peak_memory_bytes]
+    return {
+        "weights": "random" if value(records[0], "weights") == "random" else "checkpoint",
+        "context": value(records[0], "context"),
+        "blocks": value(records[0], "blocks") or None,
+        "state_share": _mean(records, "state_share"),
         "peak_gib": digits(max(peaks) / 2**30) if peaks else None,
         "rows_that_differ": _worst(max, [number(found, "rows_that_differ") for found in agreements]),
         "agreement_length": _worst(min, [number(found.get("agreement_length"), "min") for found in agreements]),

@@ -19,11 +19,27 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from analysis import accuracy_figures, captions, decode_figures, drift_figures, gpu_figures, published, style
+from analysis import (
+    accuracy_figures,
+    captions,
+    decode_figures,
+    drift_figures,
+    gpu_figures,
+    published,
+    speculative_figures,
+    style,
+)
 from analysis.bearing import PAPER_CARDS
 from analysis.cells import strongest, weaknesses
 
-NAMES = ("speedup_by_batch", "bandwidth", "speedup_by_interval", "decode_by_batch", *decode_figures.NAMES)
+NAMES = (
+    "speedup_by_batch",
+    "bandwidth",
+    "speedup_by_interval",
+    "decode_by_batch",
+    *speculative_figures.NAMES,
+    *decode_figures.NAMES,
+)
 NAMES += (*gpu_figures.NAMES, *drift_figures.NAMES, *accuracy_figures.NAMES)
 PAPER_INTERVAL, PAPER_STATE = 16, "fp32"
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.2}
@@ -56,6 +72,7 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
             drawn.append("decode_by_batch")
         drawn += decode_figures.draw(models, lost_models, paper, folder)
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
+        drawn += speculative_figures.draw(strongest(tables["speculative_throughput"]), paper, folder)
         drawn += drift_figures.draw(tables, paper, folder)
         drawn += accuracy_figures.draw(tables["accuracy"], tables["accuracy_by_distance"], paper, folder)
     (folder / captions.FILE).write_text(captions.markdown(drawn, paper), encoding="utf-8")

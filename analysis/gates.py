@@ -41,6 +41,7 @@ GATES = {
     "throttled": "the device lowered its clock during the run",
     "noise floor": "replay with a float32 state, or the reference run again, differs from it by more than rounding",
     "A/A": "one arm timed twice differs from itself",
+    "acceptance": "arms of one window accepted other numbers of drafts, and no near tie explains it",
 }
 Fault = tuple[str, str]
 
@@ -95,7 +96,7 @@ def record_faults(record: Record) -> list[Fault]:
     rounds = value(record, "timing", "rounds")
     if len(record.samples_ns) < rounds:
         faults.append(("rounds", f"{len(record.samples_ns)} rounds of samples, {rounds} asked"))
-    if record.experiment == "decode":
+    if record.experiment in ("decode", "speculative"):
         faults += _generation_faults(record)
     else:
         faults += _cycle_faults(record)
@@ -131,7 +132,21 @@ def timing_faults(group: Sequence[Record]) -> list[Fault]:
         return [("rounds", "arms of the group have different numbers of rounds")]
     if any(r.again_samples_ns == r.samples_ns for r in twice):  # two timings never agree to the nanosecond
         return [("A/A", "the second timing of an arm holds the samples of the first")]
-    return [("A/A", fault) for r in twice if (fault := aa_fault(r))]
+    return [("A/A", fault) for r in twice if (fault := aa_fault(r))] + _acceptance_faults(group)
+
+
+def _acceptance_faults(group: Sequence[Record]) -> list[Fault]:
+    """Arms that verify windows must have accepted alike, step by step and row by row, as the digest of it tells; rows
+    that differ at near ties are counted by the experiment, and then the mean may not differ by more than they can."""
+    drafted = [r for r in group if "accepted_digest" in r.decode]
+    if len({str(r.decode["accepted_digest"]) for r in drafted}) < 2:
+        return []
+    rows = sum(number(r.decode, "rows_unmatched") or 0 for r in drafted)
+    means = [number(r.decode, "tokens_per_step") or 0.0 for r in drafted]
+    batch, window = value(drafted[0], "batch_size"), number(drafted[0].case, "window") or 1
+    if max(means) - min(means) <= (window - 1) * rows / batch:
+        return []
+    return [("acceptance", f"{min(means):.4g} to {max(means):.4g} tokens a step, {rows:g} rows differ at near ties")]
 
 
 def remarks(record: Record) -> list[str]:

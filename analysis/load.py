@@ -24,7 +24,7 @@ from experiments.measure.accuracy_record import AccuracyRecord, is_accuracy
 from experiments.measure.drift_record import DriftRecord, is_drift
 from experiments.measure.record import Record, read_lines
 
-EXPERIMENTS = ("kernel", "window", "decode")
+EXPERIMENTS = ("kernel", "window", "decode", "speculative")
 """Of which records become tables; ``window`` is the kernel experiment with windows of speculative decoding."""
 
 

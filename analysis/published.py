@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 TUNED, UNTOLD = "tuned vLLM native", "vLLM native (tuned or default not stated)"
-KERNEL, MODELS = "kernel_standard", "e2e_standard"
-"""Experiments of the published rows: one layer's step, and whole models'."""
+KERNEL, MODELS, DRAFTED = "kernel_standard", "e2e_standard", "e2e_spec"
+"""Experiments of the published rows: one layer's step, whole models', and theirs with drafts."""
+NATIVE, PLAIN = "native vLLM spec", "standard (no-spec) decode"
+"""What published throughputs with drafts are over."""
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -49,9 +51,29 @@ def four_models(published: pd.DataFrame, experiment: str = KERNEL) -> tuple[int,
     return int(rows["batch_size"].iloc[0]), float(rows["value"].min()), float(rows["value"].max())
 
 
+def drafted(published: pd.DataFrame, model: str, baseline: str) -> pd.DataFrame:
+    """Throughput ratios with drafts, fp32 state, interval length 16, with the ``window`` of each; of equal settings
+    the last published."""
+    rows = published[(published["experiment"] == DRAFTED) & (published["metric"] == "throughput_ratio")]
+    rows = rows[(rows["baseline"] == baseline) & (rows["key"] == model) & (rows["interval_length"] == 16)]
+    window = pd.to_numeric(rows["draft_tokens"].str.extract(r"T=(\d+)")[0], errors="coerce")
+    rows = rows.assign(window=window).dropna(subset=["window", "value", "batch_size"])
+    return rows.drop_duplicates(["batch_size", "window"], keep="last").sort_values(["window", "batch_size"])
+
+
+def concurrency(published: pd.DataFrame, model: str) -> dict[str, float]:
+    """Requests that fit at once as published, with snapshots and with replay, where they are."""
+    rows = published[(published["key"] == model) & published["value"].notna()]
+    found = dict(zip(rows["metric"], rows["value"], strict=True))
+    named = {"snapshots": "max_concurrency_native_spec", "verify": "max_concurrency_replay_spec"}
+    return {kind: found[metric] for kind, metric in named.items() if metric in found}
+
+
 def sources(published: pd.DataFrame, experiment: str, models: Iterable[str]) -> list[str]:
     """Where the values come from that figures draw beside ours: of whole experiments, or of these models' speedups."""
     rows = published[(published["experiment"] == experiment) & published["value"].notna()]
+    if experiment == DRAFTED:
+        rows = pd.concat([drafted(published, m, b) for m in sorted(set(rows["key"])) for b in (NATIVE, PLAIN)])
     if experiment in (KERNEL, MODELS):
         drawn = [curve for model in models for curve in curves(published, model, experiment).values()]
         shared = _speedup_rows(published, experiment)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy_rules
+from analysis import accuracy_rules, speculative_rules
 from analysis.bearing import (
     PAPER_CARDS,
     PAPER_STATE,
@@ -252,6 +252,36 @@ def low_precision_reads(question: Question) -> Finding:
     return Finding(ours, _verdict(answers, rows), differed(rows), COUNTED, rows)
 
 
+def drafted_range(question: Question) -> Finding:
+    """Throughput of replay with drafts over that of snapshots. As in `kernel_range`, above the range is no yes."""
+    rows, answers, ours, notes = speculative_rules.throughput(question, (YES, NO, OPEN))
+    if not rows:
+        return not_run(question)
+    low, batch = question.parameters["low"], question.parameters["batch"]
+    answers, doubts = _doubted(answers, rows, [r.over_snapshots for r in rows], low)
+    difference = "; ".join(part for part in (differed(rows, batch), OWN_KERNELS, "engine: this project's") if part)
+    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join([*notes, *doubts]), rows)
+
+
+def rolled_back(question: Question) -> Finding:
+    """Tokens that replay took back, with states, cursors and flushes right behind them; any that were wrong: a no."""
+    rows, taken_back, wrong, ours = speculative_rules.rolled_back(question)
+    if not rows:
+        return not_run(question)
+    answers = [NO if wrong else YES if taken_back else OPEN]
+    return Finding(ours, _verdict(answers, rows), differed(rows), speculative_rules.AGAINST_LOG, rows)
+
+
+def requests_fit(question: Question) -> Finding:
+    """Requests whose states fit in 100 GB, with replay over with snapshots: sizes, which no card changes."""
+    rows, ratios = speculative_rules.requests(question)
+    if not rows:
+        return not_run(question)
+    answers = [YES if ratio >= question.parameters["at_least"] else NO for ratio in ratios]
+    told = [f"{x:.2f} times as many requests ({r.model}, T = {r.window})" for x, r in zip(ratios, rows, strict=True)]
+    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), speculative_rules.SIZES, rows)
+
+
 def drift_ratio(question: Question) -> Finding:
     """Mean KL of an arm over that of another over the same documents. Yes: the whole interval is at least ``at_least``;
     no: the whole of it is below one, the other arm is further off."""
@@ -350,6 +380,9 @@ RULES: dict[str, Callable[[Question], Finding]] = {
     "ideal_gain": ideal_gain,
     "ring_cost": ring_cost,
     "low_precision_reads": low_precision_reads,
+    "drafted_range": drafted_range,
+    "rolled_back": rolled_back,
+    "requests_fit": requests_fit,
     "drift_ratio": drift_ratio,
     "drift_slope": drift_slope,
     "small_loss": small_loss,

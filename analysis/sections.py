@@ -40,8 +40,11 @@ SECTIONS = (
         "A window of tokens is verified at once, some of them are committed, the others are taken back: by a cursor, "
         "or from a state kept behind every token.",
         ("window", "speculative"),
-        (),
-        (("Windows of speculative decoding", "window_speedups"),),
+        ("throughput_with_drafts", "throughput_by_window", "requests_that_fit"),
+        (
+            ("Throughput of whole models with drafts", "speculative_throughput"),
+            ("Windows of speculative decoding", "window_speedups"),
+        ),
     ),
     Section(
         "decode",

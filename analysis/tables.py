@@ -8,18 +8,30 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speedups, table_text
+from analysis import accuracy, decode, depths, drift, pairs, phases, roofs, speculative, speedups, table_text
 from analysis.cells import CASE, LOUD_AA, Cell, case_columns, cells, device_labels, digits
 from analysis.gates import GATES, is_count, number, value
 from analysis.load import EXPERIMENTS, Evidence, one_line
 from analysis.table_text import GROUPS, latex
 from experiments.measure.record import Record
 
-NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "decode_speedups")
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "speculative_throughput")
+NAMES += ("decode_speedups",)
 NAMES += ("decode_depths", *drift.COLUMNS, "accuracy", "accuracy_by_distance", "failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
 WHOLE += ("window", "accepted", "documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds")
-WHOLE += ("bytes", "runs", "items", "passages", "lost", "gained", "from_interval", "to_interval")
+WHOLE += (
+    "requests_in_100_gb",
+    "rows_unmatched",
+    "bytes",
+    "runs",
+    "items",
+    "passages",
+    "lost",
+    "gained",
+    "from_interval",
+    "to_interval",
+)
 FAILURE = [*CASE, "context", "blocks", "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
@@ -38,6 +50,13 @@ NOTES = {
     "window_speedups": "Steps of speculative decoding: a window of tokens verified, some of them committed, the commit "
     "included. Baseline is the fastest arm that keeps a state behind every token of the window. Roof share is the time "
     "that the bytes of state and ring take at the bandwidths of the same run over the measured time.",
+    "speculative_throughput": "Tokens a second of whole models: all rows' tokens that counted over the time of a step. "
+    "over snapshots: over the arm that keeps a state behind every token of the window, at the same drafts and the same "
+    "acceptance; over plain: over replay without drafts. Medians over rounds of ratios within a round, means over "
+    "processes. A controlled drafter costs nothing and is accepted by chance, given that the drafts before were; all "
+    "arms are then forced on one stream of tokens. request: state, ring and convolution of a request; requests in 100 "
+    "GB: of these alone, without keys and values. Rows unmatched: those that accepted otherwise than with the other "
+    "arm, at near ties.",
     "devices": "Runs are cases in a process; their seconds hold compilation, checks, warm-up and rounds, not the start "
     "of the process.",
     "decode_speedups": "A step is the difference of two generations of whole models, over the tokens by which they "
@@ -80,7 +99,7 @@ NOTES = {
 def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     """Every table by name. Empty tables keep their columns; ``groups`` are those of the records behind a row."""
     labels = device_labels(evidence)
-    found, windows, models = (
+    found, windows, models, drafted = (
         cells(r for r in evidence.records if r.experiment == experiment) for experiment in EXPERIMENTS
     )
     failures = [
@@ -95,6 +114,7 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
             [r for c in windows for r in speedups.speedup_rows(c, evidence, labels)],
             speedups.WINDOW_COLUMNS,
         ),
+        "speculative_throughput": ([r for c in drafted for r in speculative.rows(c, labels)], speculative.COLUMNS),
         "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),
         "decode_depths": (depths.depth_rows(models, labels), depths.COLUMNS),
         "roofs": ([r for c in found for r in roofs.roof_rows(c, labels)], roofs.COLUMNS),
@@ -106,7 +126,7 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     }
     by_drift = drift.rows(evidence.drift, labels)
     rows |= {name: (by_drift[name], columns) for name, columns in drift.COLUMNS.items()}
-    processes = _processes([*found, *windows, *models])
+    processes = _processes([*found, *windows, *models, *drafted])
     for name, (shown, columns) in rows.items():
         if name not in ("exclusions", "devices"):
             columns = [*columns, GROUPS]

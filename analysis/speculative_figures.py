@@ -1,0 +1,186 @@
+"""Speculative decoding with whole models: throughput with and without drafts, with replay over snapshots by window and
+batch, and how many requests fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from analysis import published, style
+from analysis.cells import weaknesses
+
+NAMES = ("throughput_with_drafts", "throughput_by_window", "requests_that_fit")
+GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.1, "ms": 4}
+KINDS = {"replay": "replay, no drafts", "snapshots": "drafts, snapshots", "verify": "drafts, replay"}
+LOOKS = {
+    kind: {"color": style.COLOURS[i], "marker": style.MARKERS[i]}
+    for i, kind in enumerate(("verify", "snapshots", "replay"))
+}
+SHOWN_WINDOW = 4
+"""Of the figure that compares arms; the nearest that was run."""
+
+
+def draw(rows: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw those for which there is something to show, from the table's rows; returns their names."""
+    rows = rows[rows["blocks"].isna()]
+    makers = {
+        NAMES[0]: (with_drafts, rows[rows["over_plain"].notna()]),
+        NAMES[1]: (by_window, rows[rows["over_snapshots"].notna() & (rows["kind"] == "verify")]),
+        NAMES[2]: (requests, rows[rows["requests_in_100_gb"].notna()]),
+    }
+    drawn = []
+    for name, (make, shown) in makers.items():
+        if len(shown):
+            style.save(make(shown, paper), folder, name)
+            drawn.append(name)
+    return drawn
+
+
+def with_drafts(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Tokens a second of both arms with drafts over those of replay without any, by batch size."""
+    facets = _with_published(style.facets(rows), paper, published.PLAIN)
+    rows = rows.assign(weak=_weak(rows, "plain_low"))
+    legend = [Line2D([], [], label=KINDS[kind], **LOOKS[kind]) for kind in ("verify", "snapshots")]
+    legend += _legend(rows, f"published, replay over decoding without drafts, T = {SHOWN_WINDOW}")
+    figure, axes = style.panels(style.rows(facets), legend)
+    for ax, facet in zip(axes, facets, strict=True):
+        part = _longest(style.of(rows, *facet))
+        window = _nearest(part["window"])
+        part = part[part["window"] == window]
+        for kind, of_arm in part.groupby("kind"):
+            _line(ax, of_arm, ("over_plain", "plain_low", "plain_high"), LOOKS[str(kind)])
+        known = published.drafted(paper, facet[1], published.PLAIN)
+        _draw_published(ax, known[known["window"] == SHOWN_WINDOW])
+        _finish(ax, part, known, facet, paper, window)
+    axes[0].set_ylabel("throughput over replay without drafts")
+    return figure
+
+
+def by_window(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Tokens a second of replay over those of snapshots by batch size, a line a window."""
+    facets = _with_published(style.facets(rows), paper, published.NATIVE)
+    rows = rows.assign(weak=_weak(rows, "low"))
+    windows = sorted({int(w) for w in rows["window"]} | {w for f in facets for w in _published_windows(paper, f[1])})
+    looks = {w: {"color": style.COLOURS[i % 6], "marker": style.MARKERS[i % 12]} for i, w in enumerate(windows)}
+    legend = [Line2D([], [], label=f"window {w}", **looks[w]) for w in windows]
+    legend += _legend(rows, "published, over native speculation, its window's colour")
+    figure, axes = style.panels(style.rows(facets), legend)
+    for ax, facet in zip(axes, facets, strict=True):
+        part = _longest(style.of(rows, *facet))
+        for window, of_window in part.groupby("window"):
+            _line(ax, of_window, ("over_snapshots", "low", "high"), looks[int(window)])
+        known = published.drafted(paper, facet[1], published.NATIVE)
+        for window, of_window in known.groupby("window"):
+            _draw_published(ax, of_window, looks[int(window)]["color"])
+        _finish(ax, part, known, facet, paper, None)
+    axes[0].set_ylabel("throughput over snapshots")
+    return figure
+
+
+def requests(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Requests whose states, rings and convolutions fit in 100 GB, by window; the bytes of one beside each point."""
+    rows = rows.drop_duplicates([*style.FACET, "kind", "window", "inputs", "interval_length"])
+    facets = _with_published(style.facets(rows), paper, None)
+    legend = [Line2D([], [], label=KINDS[kind], **LOOKS[kind]) for kind in KINDS]
+    legend.append(Line2D([], [], label="published: at once on a B300, open", **GREY | {"ls": ""}))
+    figure, axes = style.panels(style.rows(facets), legend)
+    for ax, facet in zip(axes, facets, strict=True):
+        part = style.of(rows, *facet)
+        for kind, of_arm in part.groupby("kind"):
+            of_arm = of_arm.sort_values("window").drop_duplicates("window")
+            ax.plot(of_arm["window"], of_arm["requests_in_100_gb"].astype(float), **LOOKS[str(kind)])
+            last = of_arm.iloc[-1]
+            place = {"textcoords": "offset points", "fontsize": 6.5, "color": LOOKS[str(kind)]["color"]}
+            spot = (last["window"], float(last["requests_in_100_gb"]))
+            ax.annotate(f"{last['request_mib']:.4g} MiB each", spot, (0, 6), ha="right", **place)
+        for kind, count in published.concurrency(paper, facet[1]).items():
+            look = GREY | {"ls": "", "color": LOOKS[kind]["color"], "marker": LOOKS[kind]["marker"], "ms": 6}
+            ax.plot(SHOWN_WINDOW, count, **look)
+            ax.annotate(
+                f"{count:g}", (SHOWN_WINDOW, count), (6, -2), textcoords="offset points", **style.SMALL | {"ha": "left"}
+            )
+        windows = sorted({SHOWN_WINDOW, *(int(w) for w in part["window"])})
+        ax.set_xticks(windows)
+        ax.set_xlim(min(windows) - 0.6, max(windows) + 0.6)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.set_xlabel("window T, tokens")
+        told = f"L = {part['interval_length'].iloc[0]}" if len(part) else "published only"
+        style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)
+    axes[0].set_ylabel("requests in 100 GB of state")
+    return figure
+
+
+def _with_published(facets: list[style.Facet], paper: pd.DataFrame, baseline: str | None) -> list[style.Facet]:
+    """The panels of ours, then of models that are published and that we did not run."""
+    known = sorted(set(paper["key"]) - {model for _, model, _ in facets} - {""})
+    if baseline is None:
+        more = [key for key in known if published.concurrency(paper, key)]
+    else:
+        more = [key for key in known if len(published.drafted(paper, key, baseline)) > 1]
+    return facets + [("", key, "fp32") for key in more]
+
+
+def _published_windows(paper: pd.DataFrame, model: str) -> set[int]:
+    return {int(w) for w in published.drafted(paper, model, published.NATIVE)["window"]}
+
+
+def _longest(part: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that differ in prompts, drafter, context or inputs those of the setting with most rows."""
+    if part.empty:
+        return part
+    setting = part[["weights", "drafter", "context", "inputs", "interval_length"]].astype(str).agg(" ".join, axis=1)
+    return part[setting == setting.value_counts().sort_index().idxmax()]
+
+
+def _nearest(windows: pd.Series) -> int:
+    return min((int(w) for w in windows), key=lambda w: (abs(w - SHOWN_WINDOW), w), default=SHOWN_WINDOW)
+
+
+def _weak(rows: pd.DataFrame, low: str) -> list[bool]:
+    return [bool(weaknesses(r.processes, r.rounds, r.aa_noise)) or pd.isna(getattr(r, low)) for r in rows.itertuples()]
+
+
+def _legend(rows: pd.DataFrame, told: str) -> list[Line2D]:
+    weak = [Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o"))] if rows["weak"].any() else []
+    return [Line2D([], [], label=told, **GREY), *weak]
+
+
+def _line(ax: Axes, rows: pd.DataFrame, names: tuple[str, str, str], look: dict[str, str]) -> None:
+    value, low, high = names
+    rows = rows.sort_values(["batch_size", "rounds"]).drop_duplicates("batch_size", keep="last")
+    where = [math.log2(batch) for batch in rows["batch_size"]]
+    bars = [rows[value] - rows[low], rows[high] - rows[value]]
+    ax.errorbar(where, rows[value], yerr=bars, capsize=3, elinewidth=1.3, zorder=4, **look)
+    for row in rows[rows["weak"]].itertuples():
+        ax.plot(math.log2(row.batch_size), getattr(row, value), zorder=5, **style.hollow(**look))
+
+
+def _draw_published(ax: Axes, rows: pd.DataFrame, colour: str = style.MUTED) -> None:
+    where = [math.log2(batch) for batch in rows["batch_size"]]
+    ax.plot(where, rows["value"], zorder=2, **GREY | {"color": colour})
+
+
+def _finish(
+    ax: Axes, part: pd.DataFrame, known: pd.DataFrame, facet: style.Facet, paper: pd.DataFrame, window: int | None
+) -> None:
+    batches = sorted({1, *(int(b) for b in part["batch_size"]), *(int(b) for b in known["batch_size"])})
+    style.doubling_axis(ax, batches, "batch size")
+    ax.axhline(1, color=style.INK, lw=0.9, zorder=1)
+    ax.set_ylim(bottom=min(0.5, ax.get_ylim()[0]))
+    if part.empty:
+        told = f"{', '.join(sorted(set(known['hardware'])))}, published only"
+    else:
+        first = part.iloc[0]
+        accepted = f"{part['tokens_per_step'].max():.3g} tokens a step" if window else "acceptance alike"
+        told = f"{first['drafter']}{f', T = {window}' if window else ''}, {accepted}"
+    style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)

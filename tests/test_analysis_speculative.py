@@ -1,0 +1,110 @@
+"""Records of speculative decoding with whole models: their gates, their table, their claims and their figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from records import speculative_group, write
+
+from analysis import claims, published, rules, speculative_figures, style, tables
+from analysis.load import Evidence, load
+from experiments.measure.record import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = ROOT / "results" / "paper"
+
+
+def processes(count: int = 3, **options: Any) -> list[list[Record]]:
+    return [speculative_group(replicate=n, seed=n, **options) for n in range(count)]
+
+
+def evidence(folder: Path, *groups: list[Record]) -> Evidence:
+    return load([write(folder, *groups)])
+
+
+def changed(records: list[Record], arm: str, **found: Any) -> list[Record]:
+    return [dataclasses.replace(r, decode=r.decode | found) if r.arm == arm else r for r in records]
+
+
+def test_arms_are_compared_by_their_tokens(tmp_path: Path) -> None:
+    built = tables.build(evidence(tmp_path, *processes()))
+    rows = {row.arm: row for row in built["speculative_throughput"].itertuples()}
+    verify, snapshots, plain = (rows[f"{kind}/triton"] for kind in ("verify", "snapshots", "replay"))
+    assert verify.over_snapshots == pytest.approx(2, rel=0.02)
+    assert verify.over_plain == pytest.approx(3.2 / 2, rel=0.02)
+    assert snapshots.over_plain == pytest.approx(3.2 / 4, rel=0.02)
+    assert plain.over_snapshots == pytest.approx(4 / 3.2, rel=0.02)
+    assert verify.verdict == "FASTER"
+    assert pd.isna(snapshots.verdict)
+    assert verify.tokens_per_s == pytest.approx(256 * 3.2 / verify.step_ms * 1e3, rel=1e-3)
+    assert (verify.request_mib, verify.conv_mib) == (45, 1)
+    assert verify.requests_in_100_gb > 3 * snapshots.requests_in_100_gb
+    assert (verify.window, verify.drafter, verify.acceptance) == (4, "controlled", 0.8528)
+    assert len(built["decode_speedups"]) == len(built["exclusions"]) == 0
+
+
+def test_arms_that_accept_otherwise_are_excluded(tmp_path: Path) -> None:
+    other = {"accepted_digest": "f" * 16, "tokens_per_step": 3.1}
+    for name, unmatched, standing in (("no", 0, 0), ("some", 9, 3)):
+        group = changed(speculative_group(), "verify/triton", rows_unmatched=unmatched, **other)
+        found = evidence(tmp_path / name, group)
+        assert len(found.records) == standing
+        gates = {e.gate for e in found.exclusions}
+        assert gates == (set() if standing else {"acceptance"})
+    assert "3.1 to 3.2 tokens a step, 0 rows differ" in load([tmp_path / "no"]).exclusions[0].detail
+
+
+def evaluated(found: Evidence) -> dict[str, Any]:
+    table = claims.evaluate(claims.read(PAPER / "claims.toml"), tables.build(found), found, ROOT)
+    return {row.id: row for row in table.itertuples()}
+
+
+def test_claims_rest_on_drafts(tmp_path: Path) -> None:
+    found = evaluated(evidence(tmp_path / "a", *processes(), *processes(model="qwen3_5_4b", batch=64)))
+    wide = found["speculative-range"]
+    assert wide.verdict == rules.SUPPORTED
+    assert wide.ours.startswith("2.0")
+    assert "(nemotron_3_nano_4b, batch 256, T = 4, controlled drafts, 3.2 tokens a step)" in wide.ours
+    assert "weights" in wide.differed
+    back = found["rollback-by-cursor"]
+    assert back.verdict == rules.SUPPORTED
+    assert back.ours == "360 tokens taken back in 6 records (gdn, mamba2)"
+    assert found["no-snapshots"].verdict == rules.SUPPORTED
+    assert found["no-snapshots"].ours.startswith("3.58 times as many requests")
+    slow = {"replay/triton": 0.5, "snapshots/triton": 2.0, "verify/triton": 1.5}
+    assert evaluated(evidence(tmp_path / "b", *processes(arms=slow)))["speculative-range"].verdict == rules.UNCLEAR
+    fast = {"replay/triton": 0.5, "snapshots/triton": 2.0, "verify/triton": 0.7}
+    above = evaluated(evidence(tmp_path / "c", *processes(arms=fast)))["speculative-range"]
+    assert "above the range: check the baseline" in above.note
+    wrong = speculative_group(failed={"verify/triton": "incorrect"})
+    assert evaluated(evidence(tmp_path / "d", wrong))["rollback-by-cursor"].verdict == rules.AGAINST
+
+
+def test_figures_show_ours_and_the_published(tmp_path: Path) -> None:
+    several = [*processes(), *processes(batch=64), *processes(window=8, fields={"acceptance": 0.9})]
+    rows = tables.build(evidence(tmp_path, *several))["speculative_throughput"]
+    paper = published.read(PAPER / "published.csv")
+    drawn = speculative_figures.draw(rows, paper, tmp_path / "figures")
+    assert drawn == list(speculative_figures.NAMES)
+    assert all((tmp_path / "figures" / f"{name}.svg").stat().st_size > 5000 for name in drawn)
+    with plt.rc_context(style.RC):
+        figure = speculative_figures.by_window(rows[rows["kind"] == "verify"].dropna(subset=["over_snapshots"]), paper)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles[0] == "Nemotron-3-Nano-4B"
+    assert {"Qwen3.5-122B", "Nemotron-3-Super-120B"} <= set(titles)
+    plt.close(figure)
+    assert speculative_figures.draw(rows.iloc[:0], paper, tmp_path / "none") == []
+
+
+def test_published_values_are_read() -> None:
+    paper = published.read(PAPER / "published.csv")
+    over = published.drafted(paper, "qwen3_5_122b", published.NATIVE)
+    found = {(int(r.batch_size), int(r.window)): r.value for r in over.itertuples()}
+    assert found[512, 4] == 2.10
+    assert published.concurrency(paper, "nemotron_3_super_120b") == {"snapshots": 213, "verify": 694}
+    assert published.concurrency(paper, "nemotron_3_nano_4b") == {}
