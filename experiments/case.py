@@ -45,7 +45,7 @@ PHASES = ("aligned", "staggered")
 INPUT_FORMATS = ("bf16", "fp32")
 DEVICES = ("cpu", "cuda")
 EXAMPLE_ARMS = {"cpu": "stored/cpu,replay/cpu", "cuda": "stored/triton,replay/triton"}
-WINDOW_EXAMPLE_ARMS = {"cpu": "snapshots/torch,verify/torch", "cuda": "snapshots/triton,verify/triton"}
+WINDOW_EXAMPLE_ARMS = {"cpu": "snapshots/cpu,verify/cpu", "cuda": "snapshots/triton,verify/triton"}
 EXPERIMENTS = ("kernel",)
 OPTIONS = (
     *("experiment", "model", "batch_size", "interval_length", "phase", "precision", "timing", "tracker", "arms"),

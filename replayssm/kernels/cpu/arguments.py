@@ -56,6 +56,8 @@ class Sizes(NamedTuple):
     heads_per_task: int
     threads: int
     floats: int
+    window: int = 1
+    """Tokens a row brings."""
 
 
 class Place(NamedTuple):
@@ -120,7 +122,6 @@ def _sizes(
     """Kept, since at batch 1 working them out takes a tenth of a step's time outside of the kernel."""
     (slots, heads, P, N), (capacity, interval_length) = state, ring
     p_padded, n_padded, tokens_padded = padded(P), padded(N), padded(interval_length)
-    parts = min(heads, max(PARTS_PER_THREAD * threads, -(-TASKS_PER_THREAD * threads // max(1, rows))))
     floats = (interval_length + vectors[0]) * p_padded + (interval_length + vectors[1]) * n_padded
     return Sizes(
         rows=rows,
@@ -135,10 +136,16 @@ def _sizes(
         interval_length=interval_length,
         tokens_padded=tokens_padded,
         narrow=int(narrow),
-        heads_per_task=-(-heads // parts),
+        heads_per_task=heads_per_task(heads, rows, threads),
         threads=threads,
         floats=floats + vectors[2] * tokens_padded,
     )
+
+
+def heads_per_task(heads: int, rows: int, threads: int) -> int:
+    """How many consecutive heads of a row a task takes."""
+    parts = min(heads, max(PARTS_PER_THREAD * threads, -(-TASKS_PER_THREAD * threads // max(1, rows))))
+    return -(-heads // parts)
 
 
 def _standard_decoding(layer: Any) -> tuple[int, int]:
@@ -154,12 +161,12 @@ def padded(length: int) -> int:
     return -(-length // WIDTH) * WIDTH
 
 
-def refuse(fault: int, slots: Tensor, state_slots: int) -> None:
+def refuse(fault: int, slots: Tensor, state_slots: int, wanted: str = "a cursor of 0 to interval_length - 1") -> None:
     """Raise the ``ValueError`` of the first faulty row, which a kernel found before it changed anything."""
     if fault >= 0:
         raise ValueError(
-            f"slots[{fault}]={int(slots[fault])} is impossible; accepted: -1 (padding) to {state_slots - 1}, with a "
-            "cursor of 0 to interval_length - 1"
+            f"slots[{fault}]={int(slots[fault])} is impossible; accepted: -1 (padding) to {state_slots - 1}, with "
+            f"{wanted}"
         )
 
 
@@ -184,6 +191,12 @@ def faulty_row(slots_address: int, rows: int, state_slots: int, cursor_address: 
         if slot >= 0 and (cursor[slot] < 0 or cursor[slot] >= interval_length):
             return row
     return -1
+
+
+@inlined
+def count_flush(flushes_address: int, slot: int) -> None:
+    """Count one of a slot."""
+    pointer(flushes_address, INT64)[slot] += 1
 
 
 @inlined

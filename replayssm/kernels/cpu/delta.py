@@ -20,6 +20,7 @@ from replayssm.kernels.cpu.arguments import (
     Place,
     Sizes,
     address,
+    count_flush,
     entry,
     faulty_row,
     faulty_slot,
@@ -30,7 +31,7 @@ from replayssm.kernels.cpu.arguments import (
     sizes_of,
     tasks_per_row,
 )
-from replayssm.kernels.cpu.compilation import compiled, inlined
+from replayssm.kernels.cpu.compilation import compiled, inlined, pasted
 from replayssm.kernels.cpu.fold import fold_piece, fold_two
 from replayssm.kernels.cpu.lanes import (
     FLOAT32,
@@ -194,7 +195,7 @@ def _replay(token: _Token, ring: _Ring, sizes: Sizes, channels: int) -> int:
     return fault
 
 
-@inlined
+@pasted
 def _stored_task(token: _Token, sizes: Sizes, channels: int, task: int, scratch: Any) -> None:
     row = task % sizes.rows
     slot = pointer(token.slots, INT64)[row]
@@ -212,7 +213,7 @@ def _stored_task(token: _Token, sizes: Sizes, channels: int, task: int, scratch:
         _step_head(token, sizes, channels, own, at, at_slot)
 
 
-@inlined
+@pasted
 def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, channels: int, task: int, scratch: Any) -> None:
     row = task % sizes.rows
     slot = pointer(token.slots, INT64)[row]
@@ -244,7 +245,7 @@ def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, channels: int, task: 
         else:
             _read_head(token, ring, sizes, channels, own, place)
     if flush and first == 0:
-        pointer(ring.flushes, INT64)[slot] += 1
+        count_flush(ring.flushes, slot)
 
 
 @inlined

@@ -163,6 +163,31 @@ def store(typing: Any, memory: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_past_caches(typing: Any, memory: Any, index: Any, value: Any) -> Any:
+    """Write a row to ``index``, at a cache line, without reading what was there; other threads see it after `fence`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        base, place, value = arguments
+        store = builder.store(value, builder.bitcast(builder.gep(base, [place]), value.type.as_pointer()))
+        store.align = LINE
+        store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(memory, types.intp, row), generate
+
+
+@intrinsic
+def fence(typing: Any) -> Any:
+    """What was written before is seen before what is written after."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
 def load_part(typing: Any, memory: Any, index: Any, count: Any) -> Any:
     """Lanes from the first ``count`` elements at ``index``, zero behind them; ``count`` may exceed sixteen."""
 

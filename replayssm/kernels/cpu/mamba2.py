@@ -19,6 +19,7 @@ from replayssm.kernels.cpu.arguments import (
     Place,
     Sizes,
     address,
+    count_flush,
     entry,
     faulty_row,
     faulty_slot,
@@ -30,7 +31,7 @@ from replayssm.kernels.cpu.arguments import (
     sizes_of,
     tasks_per_row,
 )
-from replayssm.kernels.cpu.compilation import compiled, inlined
+from replayssm.kernels.cpu.compilation import compiled, inlined, pasted
 from replayssm.kernels.cpu.fold import fold_piece, fold_two
 from replayssm.kernels.cpu.lanes import (
     FLOAT32,
@@ -195,7 +196,7 @@ def _replay(token: _Token, ring: _Ring, sizes: Sizes) -> int:
     return fault
 
 
-@inlined
+@pasted
 def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
     row = task % sizes.rows
     slot = pointer(token.slots, INT64)[row]
@@ -218,7 +219,7 @@ def _stored_task(token: _Token, sizes: Sizes, task: int, scratch: Any) -> None:
         _finish(token, sizes, at, head, own.y)
 
 
-@inlined
+@pasted
 def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, task: int, scratch: Any) -> None:
     row = task % sizes.rows
     slot = pointer(token.slots, INT64)[row]
@@ -238,7 +239,7 @@ def _replay_task(token: _Token, ring: _Ring, sizes: Sizes, task: int, scratch: A
         _fold_head(token, ring, sizes, _split(own, sizes), place)
         _finish(token, sizes, place.at, head, _split(own, sizes).y)
     if first == 0:
-        pointer(ring.flushes, INT64)[slot] += 1
+        count_flush(ring.flushes, slot)
 
 
 @inlined
