@@ -52,6 +52,8 @@ PAIRS = (
     ("shared_fp8", "shared_fp8_sr"),
     ("shared_fp16", "shared_fp16_sr"),
     ("dual_fp32_mxfp4", DUAL),
+    (f"{DUAL}_t16", DUAL),
+    (f"{SHARED}_t16", SHARED),
     (f"{DUAL}_ring_bf16", DUAL),
     (f"{DUAL}_ring_fp8", DUAL),
 )

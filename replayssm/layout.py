@@ -14,7 +14,8 @@ class Format:
     """Storage of the numbers of a tensor's rows, a row being the contiguous, contracted axis (N, K).
 
     ``bits`` an element; ``block_scale_bytes`` for each ``block`` consecutive elements of a row, the last block may be
-    short; ``row_scale_bytes`` a row. A row's codes fill whole bytes.
+    short; ``row_scale_bytes`` for each ``rows`` consecutive rows, the last of them may be fewer. A row's codes fill
+    whole bytes.
     """
 
     name: str
@@ -22,15 +23,20 @@ class Format:
     block: int = 1
     block_scale_bytes: int = 0
     row_scale_bytes: int = 0
+    rows: int = 1
 
     def row_bytes(self, elements: int) -> int:
         """Bytes of one row of ``elements`` numbers, its scales included."""
+        return self.matrix_bytes(1, elements)
+
+    def matrix_bytes(self, rows: int, elements: int) -> int:
+        """Bytes of ``rows`` rows of ``elements`` numbers, their scales included."""
         scales = -(-elements // self.block) * self.block_scale_bytes
-        return -(-elements * self.bits // 8) + scales + self.row_scale_bytes
+        return rows * (-(-elements * self.bits // 8) + scales) + -(-rows // self.rows) * self.row_scale_bytes
 
     def state_bytes(self, geometry: Geometry) -> int:
         """Bytes of the state ``[heads, head_dim, state_dim]`` of one row of one layer."""
-        return geometry.heads * geometry.head_dim * self.row_bytes(geometry.state_dim)
+        return geometry.heads * self.matrix_bytes(geometry.head_dim, geometry.state_dim)
 
 
 FORMATS = {
@@ -45,6 +51,8 @@ FORMATS = {
         Format("int8", 8, block=128, block_scale_bytes=4),
         # Two codes a byte, one E4M3 scale for 16 elements, and a float32 scale a row (a value row, by one block owned).
         Format("nvfp4", 4, block=16, block_scale_bytes=1, row_scale_bytes=4),
+        # As nvfp4, with a float32 scale for a tile of 16 rows.
+        Format("nvfp4_t16", 4, block=16, block_scale_bytes=1, row_scale_bytes=4, rows=16),
         # As nvfp4, with a power of two (E8M0) for 32 elements and nothing else: OCP Microscaling Formats 1.0.
         Format("mxfp4", 4, block=32, block_scale_bytes=1),
     )

@@ -10,13 +10,15 @@ A row is the last, contracted axis (N or K); blocks are consecutive elements of 
 | int8 | int8, -127 to 127 | float32, amax / 127 of 128 elements |
 | nvfp4 | E2M1, two a uint8, the even element in the low half | E4M3 in uint8, amax / 6 of 16 elements over the row's
 float32 scale, which is amax / 2688 of the row |
+| nvfp4_t16 | as nvfp4 | as nvfp4, the float32 scale being that of 16 consecutive rows, counted along the axis before
+the last |
 | mxfp4 | as nvfp4 | E8M0 in uint8, 2^(floor(log2 amax) - 2) of 32 elements |
 
 Codes are rounded to nearest, ties to even, or stochastically with the words of `replayssm.formats.random_words`: what
 is rounded is x over its scale, a float32 quotient, and the mean of what comes back is that quotient times the scale.
 Scales are always rounded to nearest. Everything saturates; with scales, what is beyond 2^127 counts as that; a NaN
-makes its block NaN, but for nvfp4, where it makes its row NaN. Nothing here asks the host, so all of it can be
-captured in a CUDA graph.
+makes its block NaN, but for nvfp4 its row, and for nvfp4_t16 its 16 rows. Nothing here asks the host, so all of it can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
 @dataclass(frozen=True)
 class Packed:
     """Rows of ``size`` numbers ``[..., size]``; each of ``parts`` has their leading axes: ``codes`` and, by format,
-    ``scales`` and ``row_scales``."""
+    ``scales`` and ``row_scales``, of which one stands for 16 rows in nvfp4_t16."""
 
     format: str
     size: int
@@ -82,7 +84,8 @@ def empty(shape: tuple[int, ...], format: str, device: torch.device | str = "cpu
         dtype = torch.float32 if found.block_scale_bytes == 4 else torch.uint8
         parts["scales"] = torch.empty(*rows, -(-size // found.block), dtype=dtype, device=device)
     if found.row_scale_bytes:
-        parts["row_scales"] = torch.empty(*rows, dtype=torch.float32, device=device)
+        leading = (*rows[:-1], -(-rows[-1] // found.rows)) if found.rows > 1 else rows
+        parts["row_scales"] = torch.empty(*leading, dtype=torch.float32, device=device)
     packed = Packed(format, size, parts)
     packed.poison()
     return packed
@@ -90,21 +93,26 @@ def empty(shape: tuple[int, ...], format: str, device: torch.device | str = "cpu
 
 def pack(x: Tensor, format: str, words: Tensor | None = None) -> Packed:
     """Numbers ``x [..., N]`` float32 in ``format``; with ``words``, int64 in [0, 2^32) of the shape of x, codes are
-    rounded stochastically. Raises ``ValueError`` on an unknown format or another dtype."""
+    rounded stochastically. Raises ``ValueError`` on an unknown format, another dtype, or one axis for a format that
+    has scales of several rows."""
     if x.dtype != torch.float32:
         raise ValueError(f"x has dtype {x.dtype}; accepted: torch.float32")
     found, size = format_of(format), x.shape[-1]
+    if found.rows > 1 and x.dim() < 2:
+        raise ValueError(f"x has shape {list(x.shape)}; accepted for {format}: [..., P, N]")
     if format in DTYPES:
         codes = nearest_round(x, format) if words is None else round_with(x, format, words)
         return Packed(format, size, {"codes": codes})
     x = x.clamp(-LARGEST, LARGEST)
     amax = _blocks(x, found.block).abs().amax(-1)
     parts = {}
-    if format == "nvfp4":
-        row = (amax.amax(-1) / (E2M1_MAX * E4M3_MAX)).clamp_min(SMALLEST)
-        block = _nearest_e4m3(amax / E2M1_MAX / row[..., None])
-        scale = _e4m3(block) * row[..., None]
-        parts = {"scales": block, "row_scales": row}
+    if found.row_scale_bytes:
+        rows = _blocks(amax.amax(-1), found.rows).amax(-1) if found.rows > 1 else amax.amax(-1)
+        rows = (rows / (E2M1_MAX * E4M3_MAX)).clamp_min(SMALLEST)
+        row = _of_rows(rows, found.rows, x.shape)
+        block = _nearest_e4m3(amax / E2M1_MAX / row)
+        scale = _e4m3(block) * row
+        parts = {"scales": block, "row_scales": rows}
     elif format == "mxfp4":
         parts["scales"] = _power_of_two(amax)
         scale = _e8m0(parts["scales"])
@@ -129,8 +137,8 @@ def unpack(packed: Packed) -> Tensor:
     else:
         numbers = _e2m1(torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)[..., : packed.size])
     scale = packed.parts["scales"]
-    if packed.format == "nvfp4":
-        scale = _e4m3(scale) * packed.parts["row_scales"][..., None]
+    if found.row_scale_bytes:
+        scale = _e4m3(scale) * _of_rows(packed.parts["row_scales"], found.rows, codes.shape)
     elif packed.format == "mxfp4":
         scale = _e8m0(scale)
     return numbers * _spread(scale, found.block, packed.size)
@@ -139,6 +147,11 @@ def unpack(packed: Packed) -> Tensor:
 def _blocks(x: Tensor, block: int) -> Tensor:
     """``[..., blocks, block]``, the last one filled with zeros."""
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+def _of_rows(scales: Tensor, rows: int, shape: torch.Size) -> Tensor:
+    """For each row of ``shape [..., P, N]`` the scale of its ``rows`` rows, ``[..., P, 1]``."""
+    return scales[..., None] if rows == 1 else _spread(scales, rows, shape[-2])[..., None]
 
 
 def _spread(scale: Tensor, block: int, size: int) -> Tensor:

@@ -20,6 +20,7 @@ ELEMENT: dict[str, Any] = {
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e4m3_b32": ml_dtypes.float8_e4m3fn,
     "nvfp4": ml_dtypes.float4_e2m1fn,
+    "nvfp4_t16": ml_dtypes.float4_e2m1fn,
     "mxfp4": ml_dtypes.float4_e2m1fn,
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
@@ -50,8 +51,11 @@ def expected(x: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray | None,
         return codes, None, codes.astype(np.float32)
     blocks = by_blocks(x, FORMATS[format].block)
     amax = np.abs(blocks).max(-1)
-    if format == "nvfp4":
-        row = np.maximum(amax.max(-1) / np.float32(2688), TINY)
+    if format.startswith("nvfp4"):
+        largest = amax.max(-1)
+        if format == "nvfp4_t16":
+            largest = largest.reshape(-1, 16).max(-1).repeat(16)
+        row = np.maximum(largest / np.float32(2688), TINY)
         stored = (amax / np.float32(6) / row[:, None]).clip(0, 448).astype(ml_dtypes.float8_e4m3fn)
         scale = stored.astype(np.float32) * row[:, None]
     elif format == "mxfp4":
@@ -109,8 +113,8 @@ def test_elements_are_those_of_torch_and_ml_dtypes() -> None:
 def test_storage_takes_the_bytes_that_the_layout_says(format: str, size: int) -> None:
     room = empty((3, 5, size), format)
     packed = pack(torch.randn(3, 5, size), format)
-    assert packed.nbytes == room.nbytes == 15 * FORMATS[format].row_bytes(size)
-    assert packed.bytes_per_element == FORMATS[format].row_bytes(size) / size
+    assert packed.nbytes == room.nbytes == 3 * FORMATS[format].matrix_bytes(5, size)
+    assert packed.bytes_per_element == FORMATS[format].matrix_bytes(5, size) / 5 / size
     assert unpack(room).isnan().all()
     room[1] = packed[1]
     assert torch.equal(unpack(room)[1], unpack(packed)[1])
@@ -124,7 +128,7 @@ def test_representable_numbers_come_back_under_any_word(format: str) -> None:
     if FORMATS[format].bits == 4:
         held = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, -6])[torch.randint(8, (8, 128))]
         held[:, ::16] = 6.0
-        held[:, :32] *= 448.0 if format == "nvfp4" else 4.0
+        held[:, :32] *= 448.0 if format.startswith("nvfp4") else 4.0
     for word in (0, 2**31, 2**32 - 1):
         assert torch.equal(unpack(pack(held, format, torch.full(held.shape, word))), held)
 
@@ -165,10 +169,10 @@ def test_counts_of_words_that_round_up_are_the_fraction() -> None:
 
 @pytest.mark.parametrize("format", NARROW)
 def test_nan_stays_and_infinity_saturates(format: str) -> None:
-    x = torch.ones(2, 256)
-    x[0, 3], x[1, 3] = torch.nan, torch.inf
+    x = torch.ones(2, FORMATS[format].rows, 256)
+    x[0, 0, 3], x[1, 0, 3] = torch.nan, torch.inf
     for words in (None, torch.full(x.shape, 2**32 - 1)):
-        came = unpack(pack(x, format, words))
+        came = unpack(pack(x, format, words))[:, 0]
         assert came[0, 3].isnan()
         assert came[1].isfinite().all()
         assert came[1, 3] > 2.0**15 if format == "fp16" else came[1, 3] > 2.0**126
@@ -179,3 +183,5 @@ def test_bad_arguments_get_one_line() -> None:
         pack(torch.ones(1, 4), "fp4")
     with pytest.raises(ValueError, match=r"^x has dtype torch.float64; accepted: torch.float32$"):
         pack(torch.ones(1, 4).double(), "nvfp4")
+    with pytest.raises(ValueError, match=r"^x has shape \[4\]; accepted for nvfp4_t16: \[..., P, N\]$"):
+        pack(torch.ones(4), "nvfp4_t16")

@@ -83,7 +83,9 @@ def test_state_bytes_of_each_format() -> None:
     shape = Geometry("mamba2", 2, 1, 3, 130)  # 6 rows of 130: two blocks of 128, nine of 16
     expected = {"fp32": 520, "bf16": 260, "fp16": 260, "fp8_e4m3": 130 + 8, "int8": 130 + 8, "nvfp4": 65 + 9 + 4}
     expected |= {"fp8_e4m3_b32": 130 + 20, "mxfp4": 65 + 5}
-    assert {name: f.state_bytes(shape) for name, f in FORMATS.items()} == {k: 6 * v for k, v in expected.items()}
+    of_tiles = {"nvfp4_t16": 6 * (65 + 9) + 2 * 4}  # one scale for a head's three rows
+    wanted = {name: 6 * row for name, row in expected.items()} | of_tiles
+    assert {name: f.state_bytes(shape) for name, f in FORMATS.items()} == wanted
 
 
 def test_ring_bytes_of_each_family() -> None:
