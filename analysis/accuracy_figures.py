@@ -75,7 +75,7 @@ def _differences(ax: Axes, part: pd.DataFrame, looks: dict[str, Any]) -> None:
     for place, row in zip(part.index.get_indexer(known.index), known.itertuples(), strict=True):
         if abs(row.difference) > reach:
             told = f"{row.arm}: {row.difference:+.1f}"
-            ax.text(-0.95 * POINTS, place, told, va="center", fontsize=7, color=style.MUTED)
+            ax.text(0.97 * reach, place, told, ha="right", va="center", fontsize=7, color=style.MUTED)
             continue
         bars = [[row.difference - row.difference_low], [row.difference_high - row.difference]]
         ax.errorbar(row.difference, place, xerr=bars, capsize=2.5, elinewidth=1.2, ls="", **looks[row.arm])
