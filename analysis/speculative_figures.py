@@ -4,6 +4,7 @@ batch, and how many requests fit."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,21 @@ SHOWN_WINDOW = 4
 """Of the figure that compares arms; the nearest that was run."""
 
 
-def draw(rows: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
-    """Draw those for which there is something to show, from the table's rows; returns their names."""
-    rows = rows[rows["blocks"].isna()]
-    makers = {
-        NAMES[0]: (with_drafts, rows[rows["over_plain"].notna()]),
-        NAMES[1]: (by_window, rows[rows["over_snapshots"].notna() & (rows["kind"] == "verify")]),
-        NAMES[2]: (requests, rows[rows["requests_in_100_gb"].notna()]),
+def draw(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
+    """Draw those for which there is something to show, from the table's rows and from failures of arms with drafts;
+    returns their names."""
+    rows, failures = (frame[frame["blocks"].isna()] for frame in (rows, failures))
+    over_plain, over_snapshots = rows[rows["over_plain"].notna()], rows[rows["over_snapshots"].notna()]
+    over_snapshots, counted = over_snapshots[over_snapshots["kind"] == "verify"], rows[rows["request_mib"].notna()]
+    makers: dict[str, tuple[pd.DataFrame, Callable[[], Figure]]] = {
+        NAMES[0]: (over_plain, lambda: with_drafts(over_plain, paper)),
+        NAMES[1]: (over_snapshots, lambda: by_window(over_snapshots, failures, paper)),
+        NAMES[2]: (counted, lambda: requests(counted, paper)),
     }
     drawn = []
-    for name, (make, shown) in makers.items():
+    for name, (shown, make) in makers.items():
         if len(shown):
-            style.save(make(shown, paper), folder, name)
+            style.save(make(), folder, name)
             drawn.append(name)
     return drawn
 
@@ -59,21 +63,26 @@ def with_drafts(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         known = published.drafted(paper, facet[1], published.PLAIN)
         _draw_published(ax, known[known["window"] == SHOWN_WINDOW])
         _finish(ax, part, known, facet, paper, window)
-    axes[0].set_ylabel("throughput over replay without drafts")
+    axes[0].set_ylabel("over replay without drafts")
     return figure
 
 
-def by_window(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Tokens a second of replay over those of snapshots by batch size, a line a window."""
+def by_window(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
+    """Tokens a second of replay over those of snapshots by batch size, a line a window; crosses where one of them
+    failed, as snapshots do for which there is no memory."""
     facets = _with_published(style.facets(rows), paper, published.NATIVE)
     rows = rows.assign(weak=_weak(rows, "low"))
     windows = sorted({int(w) for w in rows["window"]} | {w for f in facets for w in _published_windows(paper, f[1])})
     looks = {w: {"color": style.COLOURS[i % 6], "marker": style.MARKERS[i % 12]} for i, w in enumerate(windows)}
     legend = [Line2D([], [], label=f"window {w}", **looks[w]) for w in windows]
     legend += _legend(rows, "published, over native speculation, its window's colour")
+    failures = failures[failures["window"].isin(windows)]
+    legend += [style.crosses_legend()] if len(failures) else []
     figure, axes = style.panels(style.rows(facets), legend)
     for ax, facet in zip(axes, facets, strict=True):
         part = _longest(style.of(rows, *facet))
+        lost = style.of(failures, *facet)
+        style.crosses(ax, lost, "batch_size", [looks[int(window)]["color"] for window in lost["window"]])
         for window, of_window in part.groupby("window"):
             _line(ax, of_window, ("over_snapshots", "low", "high"), looks[int(window)])
         known = published.drafted(paper, facet[1], published.NATIVE)
@@ -96,10 +105,12 @@ def requests(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for kind, of_arm in part.groupby("kind"):
             of_arm = of_arm.sort_values("window").drop_duplicates("window")
             ax.plot(of_arm["window"], of_arm["requests_in_100_gb"].astype(float), **LOOKS[str(kind)])
+            if kind == "replay":  # hardly above replay with drafts
+                continue
             last = of_arm.iloc[-1]
             place = {"textcoords": "offset points", "fontsize": 6.5, "color": LOOKS[str(kind)]["color"]}
             spot = (last["window"], float(last["requests_in_100_gb"]))
-            ax.annotate(f"{last['request_mib']:.4g} MiB each", spot, (0, 6), ha="right", **place)
+            ax.annotate(f"{last['request_mib']:.4g} MiB each", spot, (0, -11), ha="right", **place)
         for kind, count in published.concurrency(paper, facet[1]).items():
             look = GREY | {"ls": "", "color": LOOKS[kind]["color"], "marker": LOOKS[kind]["marker"], "ms": 6}
             ax.plot(SHOWN_WINDOW, count, **look)
@@ -110,13 +121,14 @@ def requests(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         ax.set_xticks(windows)
         ax.set_xlim(min(windows) - 0.6, max(windows) + 0.6)
         ax.set_yscale("log")
+        ax.margins(y=0.18)
         ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
         ax.yaxis.set_minor_locator(NullLocator())
         ax.set_xlabel("window T, tokens")
         told = f"L = {part['interval_length'].iloc[0]}" if len(part) else "published only"
         style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)
-    axes[0].set_ylabel("requests in 100 GB of state")
+    axes[0].set_ylabel("requests in 100 GB")
     return figure
 
 
@@ -180,7 +192,6 @@ def _finish(
     if part.empty:
         told = f"{', '.join(sorted(set(known['hardware'])))}, published only"
     else:
-        first = part.iloc[0]
-        accepted = f"{part['tokens_per_step'].max():.3g} tokens a step" if window else "acceptance alike"
-        told = f"{first['drafter']}{f', T = {window}' if window else ''}, {accepted}"
+        tokens = f"T = {window}, {part['tokens_per_step'].max():.3g} tokens a step"
+        told = tokens if window else f"{part['drafter'].iloc[0]} drafts"
     style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)

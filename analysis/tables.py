@@ -32,7 +32,7 @@ WHOLE += (
     "from_interval",
     "to_interval",
 )
-FAILURE = [*CASE, "context", "blocks", "arm", "kind", "status", "message", "replicate"]
+FAILURE = [*CASE, "context", "blocks", "window", "arm", "kind", "status", "message", "replicate"]
 EXCLUSION = ["gate", "meaning", "detail", "arm", "group", "where"]
 DEVICE = ["device", "name", "kind", "cores", "memory_gib", "last_level_cache_mib", "code", "uncommitted", "packages"]
 DEVICE += ["multiprocessors", "compute_capability", "driver", "records", "failures", "runs", "seconds"]

@@ -263,6 +263,8 @@ def test_what_a_rule_reads_is_written_by_the_command_beside_it():
         if claim.rule not in ("not_run", "outside"):
             experiment = "decode" if claim.parameters.get("table") == "decode_speedups" else "kernel"
             experiment = "pg19" if claim.rule.startswith("drift") else experiment
+            drafted = claim.rule in ("drafted_range", "rolled_back", "requests_fit")
+            experiment = "speculative" if drafted else experiment
             experiment = "accuracy" if claim.rule in ("small_loss", "visible_loss") else experiment
             assert claim.command.startswith(f"python -m experiments.{experiment} "), claim.id
 

@@ -86,19 +86,24 @@ def test_claims_rest_on_drafts(tmp_path: Path) -> None:
 
 
 def test_figures_show_ours_and_the_published(tmp_path: Path) -> None:
-    several = [*processes(), *processes(batch=64), *processes(window=8, fields={"acceptance": 0.9})]
-    rows = tables.build(evidence(tmp_path, *several))["speculative_throughput"]
+    lost = speculative_group(batch=512, failed={"snapshots/triton": "oom"}, aa_arm="verify/triton")
+    several = [*processes(), *processes(batch=64), *processes(window=8, fields={"acceptance": 0.9}), lost]
+    built = tables.build(evidence(tmp_path, *several))
+    rows, failures = built["speculative_throughput"], built["failures"]
+    assert list(failures["window"]) == [4]
     paper = published.read(PAPER / "published.csv")
-    drawn = speculative_figures.draw(rows, paper, tmp_path / "figures")
+    drawn = speculative_figures.draw(rows, failures, paper, tmp_path / "figures")
     assert drawn == list(speculative_figures.NAMES)
     assert all((tmp_path / "figures" / f"{name}.svg").stat().st_size > 5000 for name in drawn)
     with plt.rc_context(style.RC):
-        figure = speculative_figures.by_window(rows[rows["kind"] == "verify"].dropna(subset=["over_snapshots"]), paper)
+        shown = rows[rows["kind"] == "verify"].dropna(subset=["over_snapshots"])
+        figure = speculative_figures.by_window(shown, failures, paper)
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles[0] == "Nemotron-3-Nano-4B"
     assert {"Qwen3.5-122B", "Nemotron-3-Super-120B"} <= set(titles)
     plt.close(figure)
-    assert speculative_figures.draw(rows.iloc[:0], paper, tmp_path / "none") == []
+    assert "oom" in [text.get_text() for text in figure.axes[0].texts]
+    assert speculative_figures.draw(rows.iloc[:0], failures, paper, tmp_path / "none") == []
 
 
 def test_published_values_are_read() -> None:
