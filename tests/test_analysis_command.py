@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from drift_records import drift_group
 from PIL import Image
-from records import ARMS, case, decode_group, gpu_group, group, sweep, write
+from records import ARMS, case, decode_group, gpu_group, group, speculative_group, sweep, write
 
 import analysis.__main__ as command
 from analysis import figures, tables
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def everything():
     """What has every output."""
     models = [decode_group(fields={"context": context}) for context in (16, 8192)]
-    return [*sweep(), gpu_group(phased=True), *models, drift_group(), accuracies.GRID]
+    return [*sweep(), gpu_group(phased=True), *models, speculative_group(), drift_group(), accuracies.GRID]
 
 
 @pytest.fixture(scope="module")
