@@ -32,7 +32,6 @@ import tempfile
 import threading
 import urllib.parse
 import urllib.request
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -90,13 +89,9 @@ def install(chosen: str, extras: list[str]) -> None:
     index = ["--extra-index-url", CPU_INDEX] if chosen == "cpu" and cpu_index_answers() else []
     project = ["-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)]
     print(f"environment: {chosen} set (constraints/{chosen}.txt), {index_in_words(chosen, index)}")
-    found = resolved([*pip, "install", *index, *constraints, *project])
-    print(f"environment: {download_in_words(found)}", flush=True)
+    print(f"environment: {download_in_words([*pip, 'install', *index, *constraints, *project])}", flush=True)
     STAMP.unlink(missing_ok=True)
-    # Resolved once: what was found is installed as it is.
-    pins = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in found if not is_project(item)]
-    quick = ["--no-compile", "--no-deps"]
-    run([*pip, "install", *quick, *index, *constraints, *pins, *project], "the installation failed")
+    run([*pip, "install", "--no-compile", *index, *constraints, *project], "the installation failed")
     # Compiling only what is imported takes a quarter of the time of compiling every module of every package.
     compiling = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     imported = ", ".join([IMPORTED, *(IMPORTED_WITH[extra] for extra in extras if extra in IMPORTED_WITH)])
@@ -176,22 +171,12 @@ def index_in_words(chosen: str, index: list[str]) -> str:
     return "default index"
 
 
-def resolved(install_command: list[str]) -> list[dict[str, Any]]:
-    """What the command would install, as pip's report tells it."""
+def download_in_words(install_command: list[str]) -> str:
+    """How many packages and megabytes the command would fetch, as the index tells; pip may have some in its cache."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder, "report.json")
         run([*install_command, "--quiet", "--dry-run", "--report", str(report)], "the packages do not resolve")
-        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
-    return found
-
-
-def is_project(item: dict[str, Any]) -> bool:
-    """Whether a package of the report is this checkout."""
-    return "dir_info" in item["download_info"]
-
-
-def download_in_words(found: list[dict[str, Any]]) -> str:
-    """How many packages and megabytes are to be fetched, as the index tells; pip may have some in its cache."""
+        found = json.loads(report.read_text())["install"]
     urls = [item["download_info"]["url"] for item in found if "archive_info" in item["download_info"]]
     remote = [url for url in urls if urllib.parse.urlsplit(url).scheme != "file"]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
