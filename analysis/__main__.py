@@ -22,7 +22,6 @@ import pandas as pd
 
 from analysis import captions, choose, claims, figures, published, report, tables, terminal
 from analysis.load import Evidence, load
-from experiments.options import LineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -133,7 +132,7 @@ def _refuse(line: str) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = LineParser(prog="python -m analysis", description="Rebuild all results from records.")
+    parser = argparse.ArgumentParser(prog="python -m analysis", description="Rebuild all results from records.")
     parser.add_argument("--records", nargs="+", metavar="DIR", help="default: results/records")
     parser.add_argument("--out", default=str(RESULTS), metavar="DIR", help="default: results")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if an output differs")

@@ -6,6 +6,7 @@ Reads ``training.jsonl`` and ``evaluation.json`` of every folder in ``--models``
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -20,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis import style
-from experiments.options import LineParser
 
 MODELS = Path(__file__).resolve().parent.parent / "experiments" / "assets" / "models"
 COLUMNS = ("step", "bits_per_byte", "recall", "asked")
@@ -85,7 +85,7 @@ def _levels(ax: Axes, log: pd.DataFrame, look: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 on bad input."""
-    parser = LineParser(prog="python -m analysis.training", description="Draw the small models' training.")
+    parser = argparse.ArgumentParser(prog="python -m analysis.training", description="Draw the small models' training.")
     parser.add_argument("--models", type=Path, default=MODELS, metavar="DIR", help="default: experiments/assets/models")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: --models")
     options = parser.parse_args(argv)
