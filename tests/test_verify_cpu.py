@@ -7,6 +7,7 @@ Budgets are twice the error of the plain recurrence in float32 with one rounding
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from decoding import SENTINEL, corrected, same_bits
 from sequences import relative_error
 from torch import Tensor
 
+from experiments.arms import snapshots_cpu, verify_cpu
+from experiments.case import Precision, Timing, WindowCase
 from experiments.inputs import make_inputs, make_state
-from experiments.measure.layers import stacked
-from experiments.measure.window_gates import token_of
+from experiments.measure import gates
+from experiments.measure.layers import forget, stacked
+from experiments.measure.window_gates import WindowCheck, token_of
 from replayssm.cache import ReplayCache
 from replayssm.geometry import Geometry
 from replayssm.kernels.cpu.snapshots import snapshots_step
@@ -192,6 +196,25 @@ def test_snapshots(family: str, window: int, odd_sizes: bool, dtype: torch.dtype
             torch.stack([each[int(accepted[row]) if live[row] else 0][row] for row in range(ROWS)]) for each in after
         ]
     assert not truth.over
+
+
+@every_family
+def test_arms_pass_the_gates(family: str) -> None:
+    """Of `experiments.kernel`, before a cycle and after one; a family without a kernel is said."""
+    timing = Timing("test", 2, 1, 5.0, 0.01, 1.0, 1, 60.0)
+    shared = ("window", "test", Geometry(family, 2, 1, 16, 16), 3, 7, "staggered", Precision("fp32", "bf16"), "cpu", 1)
+    case = WindowCase(*shared, 3, timing, window=3, accepted=2)
+    for arm in (verify_cpu, snapshots_cpu):
+        assert arm.unsupported(case) is None
+        layers = arm.prepare(case, 2)
+        for cycles, moment in ((0, "before"), (2, "after")):
+            correctness, _ = WindowCheck(case, 2, moment).run(layers, cycles, None)
+            assert not correctness.faults()
+            gates.mark_copies(layers)
+            layers.cycle()
+        kda = dataclasses.replace(case, geometry=Geometry("kda", 2, 2, 16, 16))
+        assert arm.unsupported(kda) == "no CPU kernel of windows of kda; accepted: mamba2, gdn"
+    forget()
 
 
 def test_refuses_before_anything_changes() -> None:
