@@ -88,6 +88,8 @@ class StandIn(devices.Cuda):
         run()
         return time.perf_counter_ns() - start
 
+    launches_ns = devices.Cpu.launches_ns
+
     def works(self) -> bool:
         return not self.lost
 

@@ -16,7 +16,7 @@ from analysis import tables
 from analysis.load import load
 from experiments.app import CONFIGS, to_plain
 from experiments.decode_case import case_from_config, decode_arms
-from experiments.measure import decode_worker, session_gates
+from experiments.measure import decode_worker, nvidia, session_gates
 from experiments.measure.assemble import Group
 from experiments.measure.journal import Journal
 
@@ -35,6 +35,7 @@ def test_both_arms_pass_every_gate_and_reach_the_table(
 ) -> None:
     if not GPU:
         monkeypatch.setattr(session_gates, "SLACK", 4.0)  # as in test_cuda_experiment
+        monkeypatch.setattr(nvidia, "gpu", lambda: {"name": "a stand-in"})
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         options = [*TINY[family].split(), *OPTIONS.split(), *SIZES.split(), f"phase={phase}"]
         config = to_plain(hydra.compose("decode", options))

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_engine import GEOMETRIES, VOCABULARY, by_request, prompts
+from engine_models import GEOMETRIES, VOCABULARY, by_request, prompts
 
 from replayssm.engine import Engine, Request, Sampling, Step, new_cache, predict_memory
 from replayssm.models import Decoder, config_from_geometry, random_model
