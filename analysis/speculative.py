@@ -25,7 +25,7 @@ from analysis.cells import (
     weaknesses,
 )
 from analysis.gates import number, value
-from analysis.stats import AMBIGUOUS, Array, bootstrap, paired_log_speedup, verdict
+from analysis.stats import AMBIGUOUS, Array, bootstrap, median_step_ns, paired_log_speedup, verdict
 from experiments.measure.record import Record
 
 COLUMNS = [*CASE, *MODELS_CASE, "window", *DRAFTS_CASE, "arm", "kind", "step_ms", "tokens_per_step", "tokens_per_s"]
@@ -84,7 +84,9 @@ def _log_gain(baseline: Record, record: Record) -> Array:
 
 
 def _of_kind(group: dict[str, Record], kind: str) -> Record | None:
-    return next((record for arm, record in group.items() if arm.split("/")[0] == kind), None)
+    """The fastest of that kind."""
+    found = [record for arm, record in group.items() if arm.split("/")[0] == kind]
+    return min(found, key=lambda r: (median_step_ns(r) / _tokens(r), r.arm), default=None)
 
 
 def _tokens(record: Record) -> float:

@@ -41,8 +41,8 @@ WHOLE_MODELS = ROOT / "experiments" / "assets" / "models"
 """Every folder in it is decoded with as well."""
 DECODE = ("timing=reproduce", "precision=fp32_fp32", "arms=[stored/cpu,replay/cpu]", "steps=64", "batch_size=16")
 DRAFTS = ("timing=smoke", "timing.rounds=2", "precision=fp32_fp32", "drafter=mtp", "batch_size=4", "context=64")
-DRAFTS += ("interval_length=8", "steps=16", "window=4")
-"""Each of the models drafts for itself, with its own head."""
+DRAFTS += ("interval_length=8", "steps=16", "window=4", "arms=[replay/torch,snapshots/torch,verify/torch]")
+"""Each of the models drafts for itself, with its own head; in torch, which need not compile windows first."""
 
 QUESTIONS = ("task=recall", "task.generator={items: 128, length: 1024, facts: 32, seed: 1}", "batch_size=28")
 

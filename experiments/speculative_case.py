@@ -17,9 +17,10 @@ from experiments.decode_case import RANDOM, DecodeCase, decode_fields, model_con
 from experiments.measure import nvidia
 from experiments.options import ConfigError, get, integer, number, only, refuse, text
 from experiments.weights import digest
-from replayssm.arms import MAX_WINDOW
+from replayssm.arms import ARMS as DECODE_ARMS
+from replayssm.arms import MAX_WINDOW, WINDOW_ARMS
 
-ARMS = ("replay/torch", "replay/triton", "snapshots/torch", "snapshots/triton", "verify/torch", "verify/triton")
+ARMS = (*(arm for arm in DECODE_ARMS if arm.startswith("replay/")), *WINDOW_ARMS)
 """Without speculation, with snapshots, with replay that verifies."""
 CONTROLLED, DRAFT_MODEL = "controlled", "draft_model"
 DRAFTERS = (CONTROLLED, "mtp", "ngram", DRAFT_MODEL)

@@ -63,8 +63,11 @@ def test_all_arms_of_a_case_are_recorded() -> None:
     family = "mamba2"
     hasty = ("timing.rounds=2", "timing.warmup_limit_s=0.05")
     of = case(family, "acceptance=0.7", "steps=24", "batch_size=4", *hasty)
-    arms = speculative_arms(config(family))
-    assert arms == ("replay/torch", "snapshots/torch", "verify/torch")
+    every = speculative_arms(config(family))
+    assert every == tuple(
+        f"{kind}/{backend}" for kind in ("replay", "snapshots", "verify") for backend in ("cpu", "torch")
+    )
+    arms = ("replay/torch", "snapshots/torch", "verify/torch")
     records = decode_worker.run_group(Group(of, arms, 0, ("test",)))
     assert [(r.arm, r.status, r.message) for r in records] == [(arm, "ok", "") for arm in arms]
     assert all(Record.from_json(record.to_json()) == record for record in records)
@@ -207,7 +210,7 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
         (["weights=/nowhere"], "weights=/nowhere is no folder; accepted: random, or a folder"),
         (
             ["arms=[stored/torch]"],
-            "arms=stored/torch has no such arm; accepted: a list of replay/torch, sn",
+            "arms=stored/torch has no such arm; accepted: a list of replay/cpu, repl",
         ),
         (["steps=7"], "steps=7 is impossible; accepted: a multiple of interval_length=3"),
         (["experiment=decode"], "experiment=decode is unknown; accepted: speculative"),

@@ -127,6 +127,10 @@ def _step(kind: str, backend: str, family: str) -> Any:
         from replayssm.kernels import torch as plain
 
         return getattr(plain, name)
+    if backend == "cpu" and kind in ("snapshots", "verify"):
+        from replayssm.kernels.cpu import snapshots, verify
+
+        return verify.verify_step if kind == "verify" else snapshots.snapshots_step
     if backend == "cpu":
         from replayssm.kernels import cpu
 
