@@ -74,7 +74,7 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
         drawn += gpu_figures.draw(roofs, tables["kernel_phases"], paper, folder)
         drafted = tables["failures"][tables["failures"]["experiment"] == "speculative"]
         drafted = _failed(drafted[drafted["kind"] != "replay"])
-        drawn += speculative_figures.draw(strongest(tables["speculative_throughput"]), drafted, paper, folder)
+        drawn += speculative_figures.draw(tables["speculative_throughput"], drafted, paper, folder)
         drawn += drift_figures.draw(tables, paper, folder)
         drawn += accuracy_figures.draw(tables["accuracy"], tables["accuracy_by_distance"], paper, folder)
     (folder / captions.FILE).write_text(captions.markdown(drawn, paper), encoding="utf-8")

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from analysis import published, style
-from analysis.cells import weaknesses
+from analysis.cells import strongest, weaknesses
 
 NAMES = ("throughput_with_drafts", "throughput_by_window", "requests_that_fit")
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.1, "ms": 4}
@@ -30,10 +30,11 @@ SHOWN_WINDOW = 4
 
 def draw(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
     """Draw those for which there is something to show, from the table's rows and from failures of arms with drafts;
-    returns their names."""
+    returns their names. Arms that do not fit beside each other were run in pairs, so that no row has all of it."""
     rows, failures = (frame[frame["blocks"].isna()] for frame in (rows, failures))
-    over_plain, over_snapshots = rows[rows["over_plain"].notna()], rows[rows["over_snapshots"].notna()]
-    over_snapshots, counted = over_snapshots[over_snapshots["kind"] == "verify"], rows[rows["request_mib"].notna()]
+    with_plain, replayed = rows["over_plain"].notna(), rows["over_snapshots"].notna() & (rows["kind"] == "verify")
+    over_plain, over_snapshots = strongest(rows[with_plain]), strongest(rows[replayed])
+    counted = strongest(rows[rows["request_mib"].notna()])
     makers: dict[str, tuple[pd.DataFrame, Callable[[], Figure]]] = {
         NAMES[0]: (over_plain, lambda: with_drafts(over_plain, paper)),
         NAMES[1]: (over_snapshots, lambda: by_window(over_snapshots, failures, paper)),

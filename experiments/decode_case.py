@@ -55,6 +55,10 @@ class DecodeCase(Case):
         """Whether the model is loaded with its draft head."""
         return False
 
+    def capacity(self, window: int | None) -> int:
+        """Tokens that a row of an arm's cache has room for."""
+        return self.longest
+
     @property
     def longest(self) -> int:
         """Tokens that a row is given at most: both generations, the tokens that stagger rows, and a checked cycle."""

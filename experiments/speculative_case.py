@@ -52,10 +52,13 @@ class SpeculativeCase(DecodeCase):
         """Whether the model is loaded with its MTP head."""
         return self.drafter == "mtp"
 
+    def capacity(self, window: int | None) -> int:
+        return self.context + (self.steps + 5 * self.interval_length) * (window or 1)
+
     @property
     def longest(self) -> int:
         """Tokens that a row is given at most, when every draft of every step is accepted."""
-        return self.context + (self.steps + 5 * self.interval_length) * self.window
+        return self.capacity(self.window)
 
 
 def case_from_config(config: Mapping[str, Any]) -> SpeculativeCase:

@@ -39,7 +39,11 @@ from replayssm.models import Decoder
 
 MEMORY_SHARE = 0.9
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
+LEFT_OUT = (("replay",), ("snapshots",), ("replay", "snapshots"))
+"""Kinds of arms without which others may fit, tried in this order."""
 TRACED_CYCLES = 4
+TRACED_LOGITS = 2
+"""What a trace holds of a step's logits beside them, in float32, as a share of what the step is predicted to take."""
 PRODUCTS = "products"
 FORCED = f"random, all arms forced on one stream of tokens; keys and values beyond token {CHUNK} random"
 FORCED_TOO, GREEDY = "checkpoint, all arms forced on one stream of tokens", "checkpoint, greedy"
@@ -89,18 +93,24 @@ def run_group(group: Group) -> list[Record]:
 
 def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
     """What each arm needs; the weights are one and the same."""
-    sizes: dict[str, Any] = {"slots": case.batch_size, "capacity": case.longest, "chunk": CHUNK, "prompt_rows": 1}
+    sizes: dict[str, Any] = {"slots": case.batch_size, "chunk": CHUNK, "prompt_rows": 1}
     sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs], "head": case.head}
     config, state_dtype = model_config(case), DTYPES[case.precision.state]
     window = case.window if isinstance(case, SpeculativeCase) else None
-    windows = {arm: window if of_windows(arm) else None for arm in arms}
-    return {arm: predict_memory(config, arm, state_dtype=state_dtype, window=windows[arm], **sizes) for arm in arms}
+    sizes["sampled"] = window is None
+    found = {}
+    for arm in arms:
+        own = window if of_windows(arm) else None
+        capacity = case.capacity(own)
+        found[arm] = predict_memory(config, arm, state_dtype=state_dtype, window=own, capacity=capacity, **sizes)
+    return found
 
 
 def needed_bytes(memory: dict[str, Memory]) -> int:
-    """Of all arms together."""
-    one = next(iter(memory.values()))
-    return one.weights + one.prompts + sum(m.keys_values + m.conv + m.states + m.steps for m in memory.values())
+    """Of all arms together, and of the trace of one."""
+    shared = max(m.weights for m in memory.values()) + max(m.prompts for m in memory.values())
+    traced = TRACED_LOGITS * max(m.steps for m in memory.values())
+    return shared + traced + sum(m.keys_values + m.conv + m.states + m.steps for m in memory.values())
 
 
 def _run(group: Group, arms: list[Arm]) -> list[Record]:
@@ -140,16 +150,21 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
 
 
 def _drop(arms: list[Arm], case: DecodeCase, memory: dict[str, Memory], room: float, free: int) -> None:
-    """What cannot fit together is not tried: all arms, or, where arms hold unequal states for a window, the largest
-    first, so that the others are measured."""
-    left = dict(memory)
-    while left and (needed := needed_bytes(left)) > room:
-        text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
-        out = [max(left, key=lambda name: left[name].total)] if isinstance(case, SpeculativeCase) else list(left)
-        for arm in arms:
-            if arm.name in out:
-                arm.fail("oom", text)
-                del left[arm.name]
+    """What cannot fit together is not tried: all arms, or, with drafts, those without any, or else those that keep
+    snapshots, or else both, so that the others are measured."""
+    needed = needed_bytes(memory)
+    if needed <= room:
+        return
+    text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
+    for kinds in LEFT_OUT if isinstance(case, SpeculativeCase) else ():
+        left = {name: m for name, m in memory.items() if name.partition("/")[0] not in kinds}
+        if left and len(left) < len(memory) and needed_bytes(left) <= room:
+            break
+    else:
+        left = {}
+    for arm in arms:
+        if arm.name not in left:
+            arm.fail("oom", text)
 
 
 def _prepare(arm: Arm, case: DecodeCase, opened: Opened) -> None:

@@ -74,7 +74,7 @@ class Session:
         device = model.embedding.device
         self.state_dtype = DTYPES[case.precision.state]
         kept = {"interval_length": case.interval_length, "state_dtype": self.state_dtype}
-        sizes = {"slots": case.batch_size, "capacity": case.longest, "window": self.window}
+        sizes = {"slots": case.batch_size, "capacity": case.capacity(self.window), "window": self.window}
         self.cache = new_cache(model, arm, **sizes, **kept)
         self.states: States = self.cache.states
         self.watched = Watched(self.states, watched)

@@ -193,7 +193,7 @@ def _numbers(value: Any, index: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _add_times(run: TrackedRun, record: Record, baseline: Record | None) -> None:
-    whole = record.experiment == "decode"
+    whole = record.experiment in ("decode", "speculative")
     unit, scale = ("time/model_step_{}ms", 1e6) if whole else ("time/layer_step_{}us", 1e3)
     steps, kinds = record.layer_steps_per_sample, {"timed": record.samples_ns, "again": record.again_samples_ns}
     rows = [
@@ -216,7 +216,8 @@ def _add_times(run: TrackedRun, record: Record, baseline: Record | None) -> None
     if baseline:
         run.metrics["speed/speedup"] = step_ns(baseline) / step
     if whole:
-        run.metrics["speed/tokens_per_s"] = record.case["batch_size"] / step * 1e9
+        tokens = record.case["batch_size"] * record.decode.get("tokens_per_step", 1.0)
+        run.metrics["speed/tokens_per_s"] = tokens / step * 1e9
     moved = [record.traffic.get(f"{part}_bytes_{way}") for part in ("state", "ring") for way in ("read", "written")]
     if all(isinstance(part, int | float) for part in moved):
         run.metrics["speed/achieved_bytes_per_s"] = sum(moved) / step * 1e9

@@ -62,10 +62,11 @@ def predict_memory(
     chunk: int = 512,
     window: int | None = None,
     head: bool = False,
+    sampled: bool = True,
 ) -> Memory:
     """For the model of a configuration, and an `Engine` with these options, or, with a ``window``, a
-    `SpeculativeEngine` whose cache has that ``capacity``, drafts being included where a ``head`` makes them. Raises
-    `ModelError` on an unknown arm."""
+    `SpeculativeEngine` whose cache has that ``capacity``, drafts being included where a ``head`` makes them. Steps that
+    are never ``sampled`` hold no sorted vocabularies. Raises `ModelError` on an unknown arm."""
     known = ARMS if window is None else WINDOW_ARMS
     if arm not in known:
         raise ModelError(f"arm={arm} is unknown; accepted: {', '.join(known)}")
@@ -89,7 +90,7 @@ def predict_memory(
         conv=caches[0].conv.nbytes,
         states=_held(states),
         prompts=_prompts(model, caches[0], rows, min(chunk, capacity)),
-        steps=_steps(model, caches[0]) * (window or 1),
+        steps=_steps(model, caches[0], sampled) * (window or 1),
     )
 
 
@@ -112,9 +113,9 @@ def _prompts(model: Decoder, cache: ModelCache, rows: int, chunk: int) -> int:
     return rows * (2 * model.state_layers * state + max(attention, recurrence, activations)) + _logits(model, rows)
 
 
-def _steps(model: Decoder, cache: ModelCache) -> int:
+def _steps(model: Decoder, cache: ModelCache, sampled: bool) -> int:
     element = cache.conv.element_size()
-    return cache.slots * 8 * _widest(model) * element + _logits(model, cache.slots) * (1 + SORTED)
+    return cache.slots * 8 * _widest(model) * element + _logits(model, cache.slots) * (1 + SORTED * sampled)
 
 
 def _logits(model: Decoder, rows: int) -> int:
