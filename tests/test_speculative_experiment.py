@@ -91,11 +91,10 @@ def test_all_arms_of_a_case_are_recorded() -> None:
     assert block.flushes_counted == block.flushes_expected > 0
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_a_checkpoint_drafts(drafter: str) -> None:
     """The GDN model that ships, with prompts of its own: both arms accept alike, and more than one token a step."""
-    others = [f"draft_weights={MODELS / 'tiny-nemotron-h'}"] if drafter == "draft_model" else []
-    of = case(None, f"weights={MODELS / 'tiny-qwen3.5'}", f"drafter={drafter}", "batch_size=2", "context=40", *others)
+    of = case(None, f"weights={MODELS / 'tiny-qwen3.5'}", f"drafter={drafter}", "batch_size=2", "context=40")
     opened, arms = Opened.of(of), []
     assert opened.prompts is not None
     assert [len(prompt) for prompt in opened.prompts] == [40, 40]
@@ -119,7 +118,7 @@ def test_a_checkpoint_drafts(drafter: str) -> None:
     assert "acceptance while timed and traced: row 1 accepts" in str(generated_as_traced(arms[1], of))
 
 
-@pytest.mark.parametrize(("family", "arm"), [("mamba2", "verify/triton"), ("gdn", "snapshots/triton")])
+@pytest.mark.parametrize(("family", "arm"), [("gdn", "verify/triton"), ("mamba2", "snapshots/triton")])
 def test_the_arms_of_a_gpu_pass_the_same_checks(family: str, arm: str) -> None:
     """Interpreted; their steps compute the gates."""
     found = session(family, arm, "batch_size=1", "interval_length=2", "window=2")
