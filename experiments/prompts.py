@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 from experiments import chat
 from experiments.assets import problems
 from experiments.options import ConfigError
-from experiments.speculative_case import WORD_PROBLEMS, SpeculativeCase
+from experiments.speculative_case import WORD_PROBLEMS, SpeculativeCase, questions_of
 
 
 def questions(case: SpeculativeCase) -> list[str]:
@@ -18,8 +17,7 @@ def questions(case: SpeculativeCase) -> list[str]:
     if case.prompts == WORD_PROBLEMS:
         found = [problem["question"] for problem in problems.generate(case.batch_size, case.seed)]
     elif Path(case.prompts).is_file():
-        lines = Path(case.prompts).read_text(encoding="utf-8").splitlines()
-        found = [str(json.loads(line)["question"]) for line in lines if line.strip()]
+        found = questions_of(Path(case.prompts))
     else:
         found = _from_hub(case.prompts)
     order = random.Random(case.seed).sample(range(len(found)), len(found))

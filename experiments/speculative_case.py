@@ -90,6 +90,8 @@ def case_from_config(config: Mapping[str, Any]) -> SpeculativeCase:
     )
     if case.head:
         _refuse_headless(case)
+    if case.draft_weights:
+        _refuse_other_vocabulary(case)
     return with_geometry(case)  # imports torch
 
 
@@ -119,22 +121,29 @@ def _prompts(config: Mapping[str, Any]) -> dict[str, str]:
         return {"prompts": named}
     file = Path(named)
     if file.is_file():
-        _refuse_other_lines(file)
+        questions_of(file)
         return {"prompts": str(file.resolve()), "prompts_digest": sha256(file.read_bytes()).hexdigest()[:16]}
     if named.count("/") != 1 or named.startswith(("/", ".")) or named.endswith((".jsonl", "/")):
         raise refuse("prompts", named, PROMPTS, "is no file")
     return {"prompts": named}
 
 
-def _refuse_other_lines(file: Path) -> None:
-    try:
-        with file.open(encoding="utf-8") as opened:
-            first = json.loads(opened.readline())
-        found = isinstance(first, dict) and isinstance(first.get("question"), str)
-    except ValueError:
-        found = False
+def questions_of(file: Path) -> list[str]:
+    """The ``question`` of each line of JSON that is not blank. Raises ``ConfigError`` on a line without."""
+    found = []
+    for place, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            question = json.loads(line)["question"]
+        except (ValueError, TypeError, LookupError):  # no JSON, no object, no question
+            question = None
+        if not isinstance(question, str):
+            raise refuse("prompts", str(file), PROMPTS, f"has no question in line {place}")
+        found.append(question)
     if not found:
-        raise refuse("prompts", str(file), PROMPTS, "has no question in its first line")
+        raise refuse("prompts", str(file), PROMPTS, "has no line")
+    return found
 
 
 def _refuse_headless(case: SpeculativeCase) -> None:
@@ -144,6 +153,18 @@ def _refuse_headless(case: SpeculativeCase) -> None:
         empty_model(model_config(case), device="meta", head=True)
     except ModelError as error:
         raise refuse("drafter", case.drafter, "controlled, ngram, draft_model", f"finds no head: {error}") from None
+
+
+def _refuse_other_vocabulary(case: SpeculativeCase) -> None:
+    from replayssm.models import ModelError, config_from_folder
+
+    try:
+        drafts, own = config_from_folder(case.draft_weights).vocab_size, model_config(case).vocab_size
+    except ModelError as error:
+        raise ConfigError(f"drafter={DRAFT_MODEL}: {error}") from None
+    if drafts != own:
+        accepted = f"a model of {own}, as weights={case.weights} has"
+        raise refuse("draft_weights", case.draft_weights, accepted, f"is a model of {drafts} tokens")
 
 
 def in_words(case: SpeculativeCase) -> str:

@@ -198,6 +198,16 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
     asked = prompts.questions(of)
     assert len(asked) == 5
     assert sorted(set(asked)) == [f"What is {n}?" for n in range(3)]
+    for lines, told in (
+        ('{"question": "a?"}\n\nno JSON\n', "has no question in line 3; accepted: word_problems, a JSON"),
+        ('{"answer": 1}', "has no question in line 1; accepted"),
+        ("[1]", "has no question in line 1; accepted"),
+        ('{"question": 2}', "has no question in line 1; accepted"),
+        ("\n", "has no line; accepted"),
+    ):
+        file.write_text(lines)
+        with pytest.raises(ConfigError, match=rf"^prompts=\S+ {told}"):
+            case(None, model, "drafter=ngram", f"prompts={file}")
     embedded = case(None, model, "drafter=ngram", "batch_size=5")
     assert len(set(prompts.questions(embedded))) == 5
     assert all(question.endswith("worth together?") for question in prompts.questions(embedded))
@@ -235,6 +245,17 @@ def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
         case("gdn", *options)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_is_read_before_anything_runs(tmp_path: Path) -> None:
+    """Its configuration is there and has the vocabulary of the model."""
+    drafted = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=draft_model", f"draft_weights={tmp_path}")
+    with pytest.raises(ConfigError, match=r"^drafter=draft_model: \S+config.json cannot be read .*; accepted: a Hug"):
+        case(None, *drafted)
+    other = json.loads((MODELS / "tiny-nemotron-h" / "config.json").read_text()) | {"vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=r"^draft_weights=\S+ is a model of 99 tokens; accepted: a model of \d+, as"):
+        case(None, *drafted)
 
 
 def test_a_dry_run_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
