@@ -144,7 +144,7 @@ def _acceptance_faults(group: Sequence[Record]) -> list[Fault]:
     rows = sum(number(r.decode, "rows_unmatched") or 0 for r in drafted)
     means = [number(r.decode, "tokens_per_step") or 0.0 for r in drafted]
     batch, window = value(drafted[0], "batch_size"), number(drafted[0].case, "window") or 1
-    if max(means) - min(means) <= (window - 1) * rows / batch:
+    if rows and max(means) - min(means) <= (window - 1) * rows / batch:
         return []
     return [("acceptance", f"{min(means):.4g} to {max(means):.4g} tokens a step, {rows:g} rows differ at near ties")]
 

@@ -49,8 +49,8 @@ def test_arms_are_compared_by_their_tokens(tmp_path: Path) -> None:
 
 
 def test_arms_that_accept_otherwise_are_excluded(tmp_path: Path) -> None:
-    other = {"accepted_digest": "f" * 16, "tokens_per_step": 3.1}
-    for name, unmatched, standing in (("no", 0, 0), ("some", 9, 3)):
+    for name, unmatched, tokens, standing in (("no", 0, 3.1, 0), ("mean", 0, 3.2, 0), ("some", 9, 3.1, 3)):
+        other = {"accepted_digest": "f" * 16, "tokens_per_step": tokens}
         group = changed(speculative_group(), "verify/triton", rows_unmatched=unmatched, **other)
         found = evidence(tmp_path / name, group)
         assert len(found.records) == standing
