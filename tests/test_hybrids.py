@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from experiments import hybrids
+from replayssm.engine import new_cache
+from replayssm.engine.drafters import Mtp
+from replayssm.models import load_model
 
 
 def random_model(name, size="smoke"):
@@ -122,3 +125,21 @@ def test_masked_attention_sees_the_window_alone():
 def test_an_unknown_model_gives_one_clear_line():
     with pytest.raises(ValueError, match=r"model is 'llama'; accepted: nemotron-h, qwen3\.5"):
         hybrids.build("llama")
+
+
+@pytest.mark.parametrize("folder", ["tiny-nemotron-h", "tiny-qwen3.5"])
+def test_the_head_of_the_engine_is_the_trained_one(folder: str) -> None:
+    """Logits of the head that ships, over a prompt in two chunks, against the training forward."""
+    path = hybrids.vocabulary.FOLDER.parent / "models" / folder
+    hybrid, _ = hybrids.load(path)
+    model = load_model(path, dtype=torch.float32, head=True)
+    tokens = torch.randint(hybrids.vocabulary.SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden, _ = hybrid.trunk(tokens[:, :-1])
+        expected = hybrid.logits(hybrid.ahead(hidden, tokens[:, 1:]))
+        cache = new_cache(model, "verify/torch", slots=2, capacity=16, window=2)
+        head, seen = Mtp(model, cache, "verify/torch"), []
+        follow = head.follow(tokens)
+        model.mtp.register_forward_hook(lambda module, given, made: seen.append(model.logits(made)))
+        model.prefill(tokens[:, :-1], cache, chunk=7, follow=follow)
+    torch.testing.assert_close(torch.cat(seen, dim=1), expected, rtol=2e-4, atol=2e-4)
