@@ -25,6 +25,7 @@ from experiments.measure.speculation import Opened, generated_as_traced, match
 from experiments.measure.window_session import WindowSession, WindowTrace, mismatch, noise, window_trace
 from experiments.options import ConfigError
 from experiments.speculative_case import SpeculativeCase, case_from_config, speculative_arms
+from replayssm.models import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "experiments" / "assets" / "models"
@@ -187,6 +188,21 @@ def test_arms_that_cannot_fit_are_left_out() -> None:
         decode_worker._drop(arms, of, memory, room, room)
         assert [arm.status for arm in arms] == statuses
         assert all(arm.message.endswith("GiB free; not tried") for arm in arms if arm.status == "oom")
+
+
+def test_a_draft_model_takes_memory_too() -> None:
+    """Its weights with all arms; what it keeps of requests, its checkpoints at least, with those that draft."""
+    model, drafts = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=draft_model"), MODELS / "tiny-nemotron-h"
+    arms = ("replay/torch", "verify/torch")
+    with_drafts = decode_worker.predicted(case(None, *model, f"draft_weights={drafts}"), arms)
+    without = decode_worker.predicted(case(None, model[0], "drafter=ngram"), arms)
+    of = load_model(drafts, dtype=torch.float32)
+    weights = sum(p.nbytes for p in of.parameters())
+    assert all(with_drafts[arm].weights == without[arm].weights + weights for arm in arms)
+    assert with_drafts[arms[0]].steps == without[arms[0]].steps
+    checkpoints = 3 * of.state_layers * of.geometry.state_elements * 4
+    assert with_drafts[arms[1]].steps > without[arms[1]].steps + checkpoints
+    assert with_drafts[arms[1]].requests_in(1e9, 3) == without[arms[1]].requests_in(1e9, 3)
 
 
 def test_prompts_are_questions(tmp_path: Path) -> None:

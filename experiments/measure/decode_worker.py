@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -35,7 +35,7 @@ from experiments.measure.window_session import WindowSession, window_trace
 from experiments.measure.worker import AGAIN, fastest_probe
 from experiments.speculative_case import SpeculativeCase
 from replayssm.engine import Memory, predict_memory
-from replayssm.models import Decoder
+from replayssm.models import Decoder, config_from_folder
 
 MEMORY_SHARE = 0.9
 """Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
@@ -92,7 +92,8 @@ def run_group(group: Group) -> list[Record]:
 
 
 def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
-    """What each arm needs; the weights are one and the same."""
+    """What each arm needs; the weights are one and the same. A draft model's are among them, and what it keeps of its
+    own counts as memory of the steps that ask it."""
     sizes: dict[str, Any] = {"slots": case.batch_size, "chunk": CHUNK, "prompt_rows": 1}
     sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs], "head": case.head}
     config, state_dtype = model_config(case), DTYPES[case.precision.state]
@@ -103,6 +104,13 @@ def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
         own = window if of_windows(arm) else None
         capacity = case.capacity(own)
         found[arm] = predict_memory(config, arm, state_dtype=state_dtype, window=own, capacity=capacity, **sizes)
+    if isinstance(case, SpeculativeCase) and case.draft_weights:
+        drafting = config_from_folder(case.draft_weights)
+        drafts = predict_memory(drafting, "verify/torch", window=window, capacity=case.capacity(window), **sizes)
+        kept = drafts.keys_values + drafts.conv + drafts.states + drafts.steps
+        for arm, memory in found.items():
+            steps = memory.steps + (kept if of_windows(arm) else 0)
+            found[arm] = replace(memory, weights=memory.weights + drafts.weights, steps=steps)
     return found
 
 

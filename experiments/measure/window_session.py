@@ -16,7 +16,7 @@ from experiments.measure.session import Session
 from experiments.measure.session_gates import Trace
 from experiments.speculative_case import CONTROLLED, DRAFT_MODEL, SpeculativeCase
 from replayssm.engine import Step, WindowStep, new_drafter
-from replayssm.engine.drafters import Controlled, Drafter, Drafts, acceptances, likeliest
+from replayssm.engine.drafters import Controlled, Drafter, Drafts, acceptances, likeliest, mean_accepted
 from replayssm.engine.sampling import greedy
 from replayssm.models import Decoder, ReplayStates
 from replayssm.models.windows import SnapshotStates
@@ -144,8 +144,7 @@ class WindowSession(Session):
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.drafter = self._new_drafter(steps)
         self._drafter_kept = [tensor.clone() for tensor in self.drafter.kept()]
-        mean = sum(case.acceptance**n for n in range(case.window)) if case.acceptance else 1
-        self._alone = torch.full_like(self.rows, max(1, round(mean)))
+        self._alone = torch.full_like(self.rows, round(mean_accepted(case.window, case.acceptance)))
         placed = (self.model, self.cache, self.arm, self.tokens, self.slots)
         return WindowStep(*placed, self.drafter, self._accept)
 
