@@ -4,8 +4,9 @@ its probabilities; a step changes nothing of padding and asks the device nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,8 @@ def test_what_was_rejected_never_was(name: str, interval: int, window: int, arm:
 
 @MODELS
 def test_the_head_forgets_what_was_rejected(name: str) -> None:
-    """Its hidden states, keys and values, after windows of random acceptance while it drafts, against a head that goes
-    along with plain decoding, a token a step, and never drafts."""
+    """Its drafts, hidden states, keys and values, after windows of random acceptance, against a head that goes along
+    with plain decoding, a token a step, and drafts on from there."""
     model, stream, truth = never_drafted(name)
     window, steps, capacity = 4, 40, 180
     pattern = torch.randint(1, window + 1, (steps, ROWS), generator=torch.Generator().manual_seed(6))
@@ -179,17 +180,31 @@ def test_the_head_forgets_what_was_rejected(name: str) -> None:
     drafter.start([0, 1], stream[:, :2], [2, 2], stream[:, 2])
     forced = Controlled(cache, stream[:, 2:].T, pattern)
     step = WindowStep(model, cache, "verify/torch", stream[:, 2].clone(), slots, Forced(drafter, forced), forced.verify)
-    never = Mtp(model, cache, "verify/torch")
-    never.past.keys.copy_(drafter.past.keys)  # of the prompt
-    never.past.values.copy_(drafter.past.values)
-    hidden = torch.cat([drafter.hidden[:, :1].expand(-1, 2, -1), truth.hidden[:, 2:]], dim=1)
+    never, prompt = Mtp(model, cache, "verify/torch"), []
+    model.prefill(stream[:, :2], new_cache(model, "verify/torch", **kept), follow=lambda h, past: prompt.append(h))
+    hidden = torch.cat([*prompt, truth.hidden[:, 2:]], dim=1)
+
+    def head(hidden: Tensor, following: Tensor, at: Tensor) -> Tensor:
+        past = new_window("verify/torch", never.past, slots, capacity, at, 1)
+        return never.head(hidden, never._embedded(following), past)
+
     with torch.no_grad():
-        for at in range(1, capacity - window):
-            past = new_window("verify/torch", never.past, slots, capacity, torch.full((ROWS,), at), 1)
-            never.head(hidden[:, at : at + 1], never._embedded(stream[:, at + 1 : at + 2]), past)
+        for at in range(capacity - window):
+            head(hidden[:, at : at + 1], stream[:, at + 1 : at + 2], torch.full((ROWS,), at))
     for count in pattern:
         before = cache.length.tolist()
         step(span=capacity)
+        memory = [t.clone() for t in (never.past.keys, never.past.values)]
+        at = torch.tensor(before)
+        ahead, token, foretold = hidden[slots, at - 1][:, None], stream.gather(1, at[:, None]), []
+        with torch.no_grad():
+            for number in range(window - 1):
+                ahead = head(ahead, token, at - 1 + number)
+                token = model.scores(ahead).argmax(-1)
+                foretold.append(token)
+        assert torch.equal(step.drafter.own.tokens, torch.cat(foretold, dim=1))  # type: ignore[attr-defined]
+        never.past.keys.copy_(memory[0])
+        never.past.values.copy_(memory[1])
         for row, (first, n) in enumerate(zip(before, count.tolist(), strict=True)):
             assert relative_error(drafter.hidden[None, row, :n], hidden[None, row, first : first + n]) < EXACT
             for part in ("keys", "values"):  # of all tokens before this window, whose own the next drafts will read
@@ -206,7 +221,7 @@ class Forced(Drafter):
         self.drafter, self.forced = drafter, forced
 
     def draft(self, *given: Any) -> Drafts:
-        self.drafter.draft(*given)
+        self.own = self.drafter.draft(*given)
         drafts, kept = self.forced.draft(*given).tokens, self.forced.pattern.gather(0, self.forced.steps[None])[0]
         return Drafts(torch.where(torch.arange(1, self.window) < kept[:, None], drafts, (drafts + 1) % 61))
 
@@ -238,9 +253,18 @@ def test_greedy_tokens_are_those_of_plain_decoding(folder: str) -> None:
         assert by_request(tokens) == made
 
 
+def count_live(
+    counts: set[int], verified: Callable[..., None], hidden: Tensor, chosen: Tensor, accepted: Tensor, slots: Tensor
+) -> None:
+    counts |= set(accepted[slots >= 0].tolist())
+    verified(hidden, chosen, accepted, slots)
+
+
 @MODELS
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_drafter_makes_the_tokens_of_plain_decoding(name: str, drafter: str) -> None:
+def test_every_drafter_makes_the_tokens_of_plain_decoding(
+    name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random models in float32, three prompts in two slots; the draft model of its own model is always right."""
     model = with_head(name).float() if drafter == "mtp" else model_of(name)
     asked = [Request(prompt, 7 + number) for number, prompt in enumerate(prompts(3))]
@@ -248,7 +272,10 @@ def test_every_drafter_makes_the_tokens_of_plain_decoding(name: str, drafter: st
     arms = ("verify/cpu", "snapshots/cpu") if drafter == "ngram" else ("verify/torch", "verify/torch")
     for arm, window in zip(arms, (1, 3), strict=True):
         found = engine(model, arm, drafter, window=window, interval_length=4)
+        counts: set[int] = set()
+        monkeypatch.setattr(found.drafts, "verified", partial(count_live, counts, found.drafts.verified))
         assert by_request(found.generate(asked)) == plain
+        assert drafter != "draft_model" or counts == {window}
 
 
 @pytest.mark.parametrize(("name", "arm"), [("nemotron", "verify/triton"), ("qwen", "snapshots/triton")])
@@ -396,12 +423,12 @@ def test_the_text_so_far_is_looked_up() -> None:
     model = model_of("nemotron")
     cache = new_cache(model, "verify/torch", slots=3, capacity=20, window=4)
     drafter = Ngram(cache)
-    text = torch.tensor([[7, 1, 2, 3, 9, 8, 1, 2, 3, 5, 1, 2], [4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4] * 3])
+    text = torch.tensor([[7, 1, 2, 3, 5, 6, 2, 3, 8, 3, 1, 2], [4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4] * 3])
     lengths = [12, 6, 12]
     cache.length.copy_(torch.tensor(lengths))
     drafter.start([0, 1, 2], text, lengths, torch.tensor([3, 4, 60]))
     drafts = drafter.draft(torch.zeros(3), torch.arange(3), 20, likeliest).tokens
-    assert drafts.tolist() == [[5, 1, 2], [4, 4, 4], [60, 60, 60]]
+    assert drafts.tolist() == [[5, 6, 2], [4, 4, 4], [60, 60, 60]]
 
 
 def test_what_cannot_run_is_refused() -> None:
