@@ -46,6 +46,8 @@ class Truth:
         if geometry.family == "mamba2" and window % 2:
             z = torch.randn(tokens[0].x.shape, generator=self.generator).to(dtype)
             tokens = [token._replace(z=z, D=None) for token in tokens]
+        if geometry.family == "gdn":  # nothing has no direction: 1 / norm is that of epsilon
+            tokens[1].k[:, 0], tokens[2].q[:, 1] = 0, 0
         self.windows = [stacked(tokens[i : i + window]) for i in range(0, len(tokens), window)]
         start = make_state(geometry, ROWS, dtype=torch.float32, seed=seed + 1)
         self.start, self.states = start, [start.double(), start]
