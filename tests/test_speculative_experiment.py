@@ -167,6 +167,20 @@ def test_a_mismatch_must_be_a_near_tie() -> None:
     assert noise(first, WindowTrace(b, empty, empty, own, lead)) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(("lead", "statuses"), [(1.0, ["ok", "incorrect", "incorrect"]), (0.0, ["ok"] * 3)])
+def test_arms_of_windows_must_accept_alike(lead: float, statuses: list[str]) -> None:
+    """But for near ties, which are counted; the arm without drafts has no part in it."""
+    arms = [decode_worker.Arm(name) for name in ("replay/torch", "snapshots/torch", "verify/torch")]
+    same = torch.zeros(2, 2, dtype=torch.int64)
+    for arm, accepted in zip(arms[1:], (torch.tensor([[1, 2], [3, 1]]), torch.tensor([[1, 2], [3, 2]])), strict=True):
+        arm.trace = WindowTrace(same, same.float(), same.float(), accepted, torch.full((2, 2), lead))
+    match(arms)
+    assert [arm.status for arm in arms] == statuses
+    assert arms[2].rows_unmatched == 1
+    told = "acceptance of verify/torch and snapshots/torch: row 1 accepts 2 tokens, not 1, in step 1 at a lead of 1"
+    assert all(arm.message.startswith(told) for arm in arms if arm.status == "incorrect")
+
+
 def test_arms_that_cannot_fit_are_left_out() -> None:
     """Without drafts first, since the arms of windows are compared; snapshots where these do not fit either."""
     of, names = case("gdn"), ("replay/torch", "snapshots/torch", "verify/torch")
