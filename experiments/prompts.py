@@ -40,14 +40,11 @@ def _from_hub(name: str) -> list[str]:
 
 def prompts(case: SpeculativeCase) -> list[list[int]]:
     """The questions as the model's chat template has them, thinking off, or plainly where it has none; of longer ones
-    the last ``context`` tokens. Raises ``ConfigError`` without a tokenizer."""
+    the last ``context`` tokens. Raises ``ConfigError`` where the questions cannot be read."""
     from tokenizers import Tokenizer
 
     folder = Path(case.weights)
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"weights={folder} lacks tokenizer.json; accepted: a folder with one, or drafter=controlled")
-    tokenizer, template = Tokenizer.from_file(str(file)), chat.template_of(folder)
+    tokenizer, template = Tokenizer.from_file(str(folder / "tokenizer.json")), chat.template_of(folder)
     made = []
     for question in questions(case):
         asked = [{"role": "user", "content": question}]

@@ -79,6 +79,10 @@ def case_from_config(config: Mapping[str, Any]) -> SpeculativeCase:
         nvidia.refuse_without(fields["device"])
     if fields["weights"] == RANDOM and drafter != CONTROLLED:
         raise refuse("drafter", drafter, f"{CONTROLLED}, or weights=FOLDER", "drafts for no random weights")
+    if drafter != CONTROLLED and not (Path(fields["weights"]) / "tokenizer.json").is_file():
+        raise refuse(
+            "weights", fields["weights"], f"a folder with one, or drafter={CONTROLLED}", "lacks tokenizer.json"
+        )
     case = SpeculativeCase(
         experiment="speculative",
         **fields,

@@ -21,7 +21,7 @@ from experiments.measure.assemble import Group, case_from_dict
 from experiments.measure.record import Record
 from experiments.measure.session import Session
 from experiments.measure.session_gates import Chosen, agreement, check, trace
-from experiments.measure.speculation import Opened, generated_as_traced, match
+from experiments.measure.speculation import Opened, generated_as_traced, match, speculation
 from experiments.measure.window_session import WindowSession, WindowTrace, mismatch, noise, window_trace
 from experiments.options import ConfigError
 from experiments.speculative_case import SpeculativeCase, case_from_config, speculative_arms
@@ -152,6 +152,32 @@ def test_what_is_wrong_is_seen(family: str, arm: str, monkeypatch: pytest.Monkey
             assert any(told in text for text in checked(found)), fault
 
 
+def test_a_generation_that_was_timed_is_that_of_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens are forced there are no near ties."""
+    of, arm = case("mamba2"), decode_worker.Arm("verify/torch")
+    arm.session = found = session("mamba2", arm.name)
+    arm.trace = window_trace(found, 3)
+    assert generated_as_traced(arm, of) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowSession, "flushes_expected", -1)
+        assert str(generated_as_traced(arm, of)).endswith("flushes of a generation counted, -1 expected")
+    arm.trace.accepted[1, 0] += 1
+    assert "acceptance while timed and traced: row 0 accepts" in str(generated_as_traced(arm, of))
+
+
+def test_tokens_are_counted_of_what_was_timed() -> None:
+    """Both generations begin with the same L steps, which the difference of their times leaves out."""
+    of, arm = case("gdn"), decode_worker.Arm("verify/torch")
+    memory = decode_worker.predicted(of, (arm.name,))[arm.name]
+    counts = [1] * of.interval_length + [3] * (of.steps - 1) + [2]
+    arm.accepted = torch.tensor(counts)[:, None].expand(-1, of.batch_size)
+    found = speculation(arm, of, memory, 8.5)
+    assert found["tokens_by_step"] == counts[of.interval_length :]
+    assert found["steps_by_tokens"] == [0, of.batch_size, of.batch_size * (of.steps - 1)]
+    assert found["token_ns"] == pytest.approx(3)
+    assert found["tokens_per_step"] == pytest.approx(17 / 6)
+
+
 def test_a_mismatch_must_be_a_near_tie() -> None:
     own, other = torch.tensor([[1, 2], [3, 1]]), torch.tensor([[1, 2], [3, 2]])
     lead = torch.tensor([[9.0, 9.0], [9.0, 0.5]])
@@ -257,6 +283,7 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
         (["drafter=draft_model"], "drafter=draft_model needs weights of its own; accepted: draft_weights=a folder"),
         (["draft_weights=/nowhere"], "draft_weights=/nowhere is impossible; accepted: null, or drafter=draft_model"),
         (["drafter=draft_model", "draft_weights=/nowhere"], "draft_weights=/nowhere is no folder; accepted: a folder"),
+        ([f"weights={MODELS}", "drafter=ngram"], f"weights={MODELS} lacks tokenizer.json; accepted: a folder with one"),
         (["weights=/nowhere"], "weights=/nowhere is no folder; accepted: random, or a folder"),
         (
             ["arms=[stored/torch]"],
