@@ -89,6 +89,8 @@ def row(speedup, low, high, verdict, **more):
             "do not use: batch 8: a step of the whole",
         ),
         ({1024: (1.0, 0.99, 1.01, "AMBIGUOUS")}, None, "no", "do not use: batch 8"),
+        ({1024: (1.1, 0.9, 1.3, "AMBIGUOUS")}, None, "no", "do not use: batch 8"),
+        ({1024: (1.01, 1.005, 1.015, "FASTER")}, None, "no", "do not use: batch 8"),
         (
             {1024: (1.4, 1.3, 1.5, "AMBIGUOUS")},
             None,
@@ -113,12 +115,26 @@ def test_verdicts_are_plain(whole, layer, kind, text):
     assert ("one process" in why) == ("AMBIGUOUS" in str(whole))
 
 
+def test_what_is_like_for_like_goes_before_what_is_faster():
+    like, faster = (row(x, x, x, "FASTER", like_for_like=told) for x, told in ((1.2, "yes"), (1.5, "no")))
+    assert max(faster, like, key=choose._rank) is like
+
+
+def test_steps_of_routed_experts_are_not_predicted():
+    of = {name: choose._of_state(MODELS[name], "fp32", None, 1e9, [1], [1024]) for name in MODELS}
+    assert len(of["nemotron_3_nano_4b"]["whole"]) == 1
+    assert "context_mb" in of["qwen3_5_122b"]
+    assert "whole" not in of["qwen3_5_122b"]
+
+
 def test_the_slower_phase_counts_and_the_nearest_context_answers(tmp_path):
     slow = [
         dataclasses.replace(r, samples_ns=tuple((3 * ns,) for (ns,) in r.samples_ns)) if r.arm == "replay/triton" else r
         for r in gpu_group(fields={"phase": "staggered"})
     ]
-    found = answers(tmp_path, gpu_group(), slow, decode_group())
+    cut = decode_group(batch=32, fields={"blocks": 8})  # no whole model
+    found = answers(tmp_path, gpu_group(), slow, decode_group(), cut)
+    assert not any(key.endswith("|32") for key in found["measured"])
     layer = found["measured"]["qwen3_5_4b|NVIDIA H200|fp32|256"]["layer"]
     rows = tables.build(load([tmp_path]))["kernel_speedups"]
     by_arm = rows[rows["kind"] == "replay"].groupby("arm")["speedup"].min()
