@@ -107,14 +107,22 @@ def test_claims_rest_on_drafts(tmp_path: Path) -> None:
     assert evaluated(evidence(tmp_path / "d", wrong))["rollback-by-cursor"].verdict == rules.AGAINST
 
 
-def test_figures_show_ours_and_the_published(tmp_path: Path) -> None:
+def test_figures_show_ours_and_the_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = speculative_group(batch=512, failed={"snapshots/triton": "oom"}, aa_arm="verify/triton")
     several = [*processes(), *processes(batch=64), *processes(window=8, fields={"acceptance": 0.9}), lost]
     built = tables.build(evidence(tmp_path, *several))
     rows, failures = built["speculative_throughput"], built["failures"]
     assert list(failures["window"]) == [4]
     paper = published.read(PAPER / "published.csv")
+    kinds, by_window = [], speculative_figures.by_window
+
+    def seen(rows: pd.DataFrame, *rest: Any) -> Any:
+        kinds.append({*rows["kind"]})
+        return by_window(rows, *rest)
+
+    monkeypatch.setattr(speculative_figures, "by_window", seen)
     drawn = speculative_figures.draw(rows, failures, paper, tmp_path / "figures")
+    assert kinds == [{"verify"}]  # over snapshots, replay without drafts is another question
     assert drawn == list(speculative_figures.NAMES)
     assert all((tmp_path / "figures" / f"{name}.svg").stat().st_size > 5000 for name in drawn)
     with plt.rc_context(style.RC):

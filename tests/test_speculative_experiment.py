@@ -157,6 +157,7 @@ def test_a_generation_that_was_timed_is_that_of_its_trace(monkeypatch: pytest.Mo
     of, arm = case("mamba2"), decode_worker.Arm("verify/torch")
     arm.session = found = session("mamba2", arm.name)
     arm.trace = window_trace(found, 3)
+    assert (arm.trace.lead_of_step > 0).all()  # of what counted: padding would be a tie that excuses everything
     assert generated_as_traced(arm, of) is None
     with monkeypatch.context() as patch:
         patch.setattr(WindowSession, "flushes_expected", -1)

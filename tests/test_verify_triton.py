@@ -304,6 +304,9 @@ def test_bad_arguments_are_refused_before_anything_changes(family: str) -> None:
     long = ReplayCache(step.truth.geometry, slots=1, window=17).layer(0)
     with pytest.raises(ValueError, match=r"^verify_step got a cache with window=17; accepted: at most 16$"):
         verify(step.out, long, step.inputs, slots)
+    three = ReplayCache(step.truth.geometry, slots=1, window=3).layer(0)
+    with pytest.raises(ValueError, match=r"^inputs hold 2 tokens a row; accepted: window=3$"):
+        verify(step.out, three, step.inputs, slots)
     with pytest.raises(ValueError, match=r"^accepted has shape \[2\] of torch.int64; accepted: \[1\] contiguous"):
         commit_window(step.layer.cursor, step.layer.origin, slots, torch.ones(2, dtype=torch.int64), 3, 2, 5)
     assert same_bits(step.layer.state, before)
