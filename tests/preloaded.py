@@ -146,7 +146,8 @@ def become(arguments: list[str], env: dict[str, str]) -> None:
 
     folder = os.getcwd()
     for name, module in list(sys.modules.items()):
-        if name != "__main__" and (getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
+        path = getattr(module, "__file__", None) or ""
+        if name != "__main__" and path.startswith(f"{folder}/") and not path.startswith(f"{sys.prefix}/"):
             del sys.modules[name]
     os.environ.clear()
     os.environ.update(env)
