@@ -105,11 +105,18 @@ def probabilities(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
     """``[...,vocabulary]`` float32 of the fewest of the likeliest tokens that reach ``top_p [...]``; at temperature 0
     all of it is the likeliest's."""
     one = F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    probability, token = (logits.float() / temperature.clamp_min(1e-6)[..., None]).softmax(-1).sort(-1, descending=True)
-    before = probability.cumsum(-1) - probability
-    kept = torch.where(before < top_p[..., None], probability, 0.0)
+    kept, token = likeliest_of(logits, temperature, top_p)
     kept = torch.zeros_like(kept).scatter(-1, token, kept / kept.sum(-1, keepdim=True))
     return torch.where(temperature[..., None] > 0, kept, one)
+
+
+def likeliest_of(logits: Tensor, temperature: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """``(probability, token)``, each ``[...,vocabulary]``, likeliest first, the lowest token of equals; zero behind the
+    fewest that reach ``top_p [...]``."""
+    scaled = logits.float() / temperature.clamp_min(1e-6)[..., None]
+    probability, token = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probability.cumsum(-1) - probability
+    return torch.where(before < top_p[..., None], probability, 0.0), token
 
 
 def pick(weights: Tensor, at: Tensor) -> Tensor:
@@ -121,10 +128,7 @@ def pick(weights: Tensor, at: Tensor) -> Tensor:
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, seed: Tensor, number: Tensor) -> Tensor:
     """One token a row, ``[B]``, from the fewest of the likeliest tokens whose probabilities reach ``top_p [B]``."""
-    scaled = logits.float() / temperature.clamp_min(1e-6)[:, None]
-    probability, token = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    before = probability.cumsum(-1) - probability
-    probability = torch.where(before < top_p[:, None], probability, 0.0)
+    probability, token = likeliest_of(logits, temperature, top_p)
     below = probability.cumsum(-1)
     place = (below <= uniform(seed, number)[:, None] * below[:, -1:]).sum(-1, keepdim=True)
     last = (probability > 0).sum(-1, keepdim=True) - 1
