@@ -120,9 +120,25 @@ def _sizes(
     vectors: tuple[int, int, int],
 ) -> Sizes:
     """Kept, since at batch 1 working them out takes a tenth of a step's time outside of the kernel."""
+    (*_, P, N), (_, interval_length) = state, ring
+    tokens_padded = padded(interval_length)
+    floats = (interval_length + vectors[0]) * padded(P) + (interval_length + vectors[1]) * padded(N)
+    return new_sizes(state, rows, groups, narrow, ring, threads, tokens_padded, floats + vectors[2] * tokens_padded)
+
+
+def new_sizes(
+    state: tuple[int, ...],
+    rows: int,
+    groups: int,
+    narrow: bool,
+    ring: tuple[int, int],
+    threads: int,
+    tokens_padded: int,
+    floats: int,
+    **more: int,
+) -> Sizes:
+    """Of a state ``[S,H,P,N]`` and a ``ring`` of ``(capacity, interval length)``; a head's scratch is ``floats``."""
     (slots, heads, P, N), (capacity, interval_length) = state, ring
-    p_padded, n_padded, tokens_padded = padded(P), padded(N), padded(interval_length)
-    floats = (interval_length + vectors[0]) * p_padded + (interval_length + vectors[1]) * n_padded
     return Sizes(
         rows=rows,
         state_slots=slots,
@@ -130,15 +146,16 @@ def _sizes(
         groups=groups,
         P=P,
         N=N,
-        p_padded=p_padded,
-        n_padded=n_padded,
+        p_padded=padded(P),
+        n_padded=padded(N),
         capacity=capacity,
         interval_length=interval_length,
         tokens_padded=tokens_padded,
         narrow=int(narrow),
         heads_per_task=heads_per_task(heads, rows, threads),
         threads=threads,
-        floats=floats + vectors[2] * tokens_padded,
+        floats=floats,
+        **more,
     )
 
 

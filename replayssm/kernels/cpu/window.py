@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.kernels.cpu.arguments import INPUT_DTYPES, Place, Sizes, address, heads_per_task, padded, shape
+from replayssm.kernels.cpu.arguments import INPUT_DTYPES, Place, Sizes, address, new_sizes, padded, shape
 from replayssm.kernels.cpu.compilation import inlined
 from replayssm.kernels.cpu.lanes import (
     FLOAT32,
@@ -136,27 +136,11 @@ def window_token(
 def _sizes(
     state: tuple[int, ...], rows: int, groups: int, window: int, narrow: bool, ring: tuple[int, int], threads: int
 ) -> Sizes:
-    (slots, heads, P, N), (capacity, interval_length) = state, ring
-    p_padded, n_padded, tokens_padded = padded(P), padded(N), padded(capacity) + WIDTH
-    vectors = (capacity + 2 * window) * (p_padded + n_padded) + 2 * window * tokens_padded
-    return Sizes(
-        rows=rows,
-        state_slots=slots,
-        heads=heads,
-        groups=groups,
-        P=P,
-        N=N,
-        p_padded=p_padded,
-        n_padded=n_padded,
-        capacity=capacity,
-        interval_length=interval_length,
-        tokens_padded=tokens_padded,
-        narrow=int(narrow),
-        heads_per_task=heads_per_task(heads, rows, threads),
-        threads=threads,
-        floats=vectors + (2 * window + 2) * WIDTH + tokens_padded + n_padded,
-        window=window,
-    )
+    (*_, P, N), (capacity, _) = state, ring
+    tokens_padded = padded(capacity) + WIDTH
+    floats = (capacity + 2 * window) * (padded(P) + padded(N)) + 2 * window * tokens_padded
+    floats += (2 * window + 2) * WIDTH + tokens_padded + padded(N)
+    return new_sizes(state, rows, groups, narrow, ring, threads, tokens_padded, floats, window=window)
 
 
 @inlined
