@@ -103,8 +103,8 @@ def _attend_kernel(
     token, of_head = query // SHARE, head * SHARE + query % SHARE
     whole = d < SIZE
     mine = (query < T * SHARE)[:, None] & whole[None]
-    place = row * q_strides[0] + token[:, None] * q_strides[1] + of_head[:, None] * q_strides[2] + d[None]
-    queries = tl.load(q + place, mask=mine, other=0.0)
+    asked = row * q_strides[0] + token[:, None] * q_strides[1] + of_head[:, None] * q_strides[2] + d[None]
+    queries = tl.load(q + asked, mask=mine, other=0.0)
     base = (row * tl.num_programs(1) + head) * capacity * SIZE
     if piece == 0:
         highest = tl.full([QUERIES], -float("inf"), tl.float32)
