@@ -24,7 +24,7 @@ from experiments.measure import launches
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.formats import DTYPES, nearest_round
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton import gdn, kda, launch_table, mamba2
+from replayssm.kernels.triton import gdn, kda, launch_csv, launch_table, mamba2
 from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence import FAMILIES
 from scripts import sanitize
@@ -215,7 +215,7 @@ def test_launches_are_tried_on_the_device(
     """Candidates compile in processes of their own, are right, and have graphs of their own; a table is read back."""
     tried = [Launch(16, 5, 2, 8), Launch(32, 1, 2, 8, stages=1), Launch(8, 1, 1, 16, stages=1)]
     monkeypatch.setattr(launches, "candidates", lambda *asked: tried)
-    monkeypatch.setattr(launch_table, "TABLES", tmp_path)
+    monkeypatch.setattr(launch_csv, "TABLES", tmp_path)
     launch_table.forget()
     timing = Timing("test", 3, 1, 5.0, 0.1, 1.0, 1, 60.0)
     case = Case(
@@ -228,7 +228,7 @@ def test_launches_are_tried_on_the_device(
     entry, times = found
     assert set(tried) <= set(times)
     assert all(us > 0 for of_launch in times.values() for us in of_launch)
-    name = launch_table.device_name(torch.device(DEVICE))
+    name = launch_csv.device_name(torch.device(DEVICE))
     launch_table.write(launch_table.path_of(name), name, [entry])
     assert launches.present(case, operation).launch == entry.launch
     launch_table.forget()

@@ -11,7 +11,7 @@ import torch
 
 from experiments.measure import sources
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton import launch_table
+from replayssm.kernels.triton import launch_csv, launch_table
 from replayssm.kernels.triton.launch import Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.launch_table import REACH, Entry, choose, nearest, read, write
 
@@ -42,12 +42,12 @@ TABLE = [
 @pytest.fixture(autouse=True)
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of tables, on a device called ``NVIDIA H200``."""
-    monkeypatch.setattr(launch_table, "TABLES", tmp_path / "launches")
+    monkeypatch.setattr(launch_csv, "TABLES", tmp_path / "launches")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    launch_table.device_name.cache_clear()
+    launch_csv.device_name.cache_clear()
     launch_table.forget()
     yield tmp_path / "launches"
-    launch_table.device_name.cache_clear()
+    launch_csv.device_name.cache_clear()
     launch_table.forget()
 
 

@@ -26,7 +26,7 @@ from experiments.arms import replay_triton, stored_triton
 from experiments.case import models_with_geometry
 from experiments.measure import devices, gates, launches
 from experiments.options import ConfigError
-from replayssm.kernels.triton import launch_table
+from replayssm.kernels.triton import launch_csv, launch_table
 from replayssm.kernels.triton.launch import Launch, replay_launch
 
 SMALL = ("model.ssm.heads=1", "model.ssm.groups=1", "model.ssm.head_dim=8", "model.ssm.state_dim=16")
@@ -90,7 +90,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setitem(devices.DEVICES, "cuda", of)
     monkeypatch.setattr(tune.nvidia, "gpu", lambda: {"name": "Stand-in"})
     monkeypatch.setattr(gates, "SLACK", 4.0)  # the interpreter truncates bfloat16, which doubles the error of outputs
-    monkeypatch.setattr(launch_table, "TABLES", tmp_path / "launches")
+    monkeypatch.setattr(launch_csv, "TABLES", tmp_path / "launches")
     launch_table.forget()
     yield of
     launch_table.forget()
@@ -111,7 +111,7 @@ def test_the_best_of_the_right_launches_becomes_the_row(clock: Clock, capsys: py
     assert "incorrect: " in told
     assert "RuntimeError: out of resource: shared memory\n" in told
     assert "second line" not in told
-    stored, replay = launch_table.read(launch_table.TABLES / "cpu.csv")
+    stored, replay = launch_table.read(launch_csv.TABLES / "cpu.csv")
     assert (stored.launch, replay.launch) == (UNEVEN, EVEN)
     assert (stored.aligned_us, stored.staggered_us) == (10_000 / 4, None)  # two copies, two steps
     assert (replay.aligned_us, replay.staggered_us) == (20_000 / 4, 21_000 / 4)
@@ -133,7 +133,7 @@ def test_tuning_again_replaces_a_row_and_keeps_the_others(clock: Clock, monkeypa
     tune.main(asked | {"batch_size": 2})
     best[0] = UNEVEN
     tune.main(asked)
-    found = launch_table.read(launch_table.TABLES / "cpu.csv")
+    found = launch_table.read(launch_csv.TABLES / "cpu.csv")
     assert [(e.operation, e.batch_size, e.launch) for e in found] == [
         (operation, batch, launch) for operation in ("stored", "replay") for batch, launch in ((1, UNEVEN), (2, EVEN))
     ]
@@ -142,12 +142,12 @@ def test_tuning_again_replaces_a_row_and_keeps_the_others(clock: Clock, monkeypa
 def test_nothing_right_leaves_the_table_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "wrong", lambda *asked: "incorrect: all of it")
     assert tune.main(config(*SMALL, *TIMING, "interval_length=2", "batch_size=1")) == 1
-    assert not launch_table.TABLES.exists()
+    assert not launch_csv.TABLES.exists()
 
 
 def test_a_bad_table_is_one_line_for_tuner_and_kernel(clock: Clock) -> None:
-    launch_table.TABLES.mkdir()
-    (launch_table.TABLES / "cpu.csv").write_text("rows,tiles\n")
+    launch_csv.TABLES.mkdir()
+    (launch_csv.TABLES / "cpu.csv").write_text("rows,tiles\n")
     asked = config(*SMALL, *TIMING, "interval_length=2", "batch_size=1")
     with pytest.raises(ConfigError, match=r"launch table cpu.csv, line 1: the columns are rows,tiles; accepted: "):
         tune.main(asked)

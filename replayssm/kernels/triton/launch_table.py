@@ -12,33 +12,26 @@ the record.
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
-import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from replayssm.formats import DTYPES
-from replayssm.geometry import MAX_INTERVAL_LENGTH, Geometry
+from replayssm.geometry import Geometry
+from replayssm.kernels.triton import launch_csv
 from replayssm.kernels.triton.launch import Launch, power_of_two, replay_launch, stored_launch
+from replayssm.kernels.triton.launch_csv import LAYER, REACH, Choice, Fields, device_name, ratio
 
-TABLES = Path(__file__).parent / "launches"
 OPERATIONS = ("stored", "replay")
-REACH = 3.0
-"""Rows measured at batch 1, 8, 64, ... then answer for every batch between."""
-LAYER = ("family", "heads", "groups", "head_dim", "state_dim")
 FLAGS = ("eager", "at_once")
 LAUNCH = ("rows", "tiles", "warps", "lanes", "stages", "eager", "registers", "at_once")
 MEASURED = ("aligned_us", "staggered_us", "rounds", "source")
 COLUMNS = ("operation", *LAYER, "state", "interval_length", "batch_size", *LAUNCH, *MEASURED)
-MAY_BE_EMPTY = ("interval_length", "staggered_us", "registers")
 HEADER = """\
 # Launch configurations of the Triton kernels measured on: {device}
 # A row is the fastest launch of those tried, the worse of aligned and staggered rows counting: microseconds of a layer
@@ -65,15 +58,9 @@ class Entry:
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
             raise ValueError(f"operation={self.operation!r} is unknown; accepted: {', '.join(OPERATIONS)}")
-        if self.state not in DTYPES:
-            raise ValueError(f"state={self.state!r} is unknown; accepted: {', '.join(DTYPES)}")
-        if self.batch_size < 1 or self.rounds < 1:
-            raise ValueError(f"batch_size={self.batch_size} or rounds={self.rounds} is below 1; accepted: at least 1")
         if (self.operation == "replay") != (self.interval_length is not None):
             raise ValueError(f"interval_length={self.interval_length} of {self.operation}; accepted: of replay alone")
-        if self.interval_length is not None and not 1 <= self.interval_length <= MAX_INTERVAL_LENGTH:
-            accepted = f"1 to {MAX_INTERVAL_LENGTH}"
-            raise ValueError(f"interval_length={self.interval_length} is impossible; accepted: {accepted}")
+        launch_csv.check_measured(self.state, self.batch_size, self.interval_length, self.rounds)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -86,12 +73,6 @@ class Entry:
     def measured_at(self) -> str:
         g, interval = self.geometry, f", L {self.interval_length}" if self.interval_length else ""
         return f"{g.heads}x{g.head_dim}x{g.state_dim}, batch {self.batch_size}{interval}, state {self.state}"
-
-
-class Choice(NamedTuple):
-    launch: Launch
-    how: str
-    """For the record: the table and the row's measurement, or the heuristic and the reason for it."""
 
 
 def launch_for(geometry: Geometry, batch_size: int, state: Tensor, interval_length: int | None = None) -> Launch:
@@ -131,9 +112,9 @@ def nearest(
     def distance(entry: Entry) -> tuple[float, bool, float, bool]:
         measured = entry.batch_size * entry.geometry.heads
         return (
-            _ratio(measured, heads),
+            ratio(measured, heads),
             measured > heads,
-            _ratio(entry.interval_length or 1, interval_length or 1),
+            ratio(entry.interval_length or 1, interval_length or 1),
             entry.geometry.heads_per_group != geometry.heads_per_group,
         )
 
@@ -143,19 +124,9 @@ def nearest(
     return found if found is not None and distance(found)[0] <= REACH else None
 
 
-def _ratio(one: int, other: int) -> float:
-    return max(one, other) / min(one, other)
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """As the driver tells it, ``NVIDIA H200``; what is no GPU has its type for a name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def path_of(name: str) -> Path:
     """The table of the device of that name, ``nvidia_h200.csv``; it need not exist."""
-    return TABLES / (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".csv")
+    return launch_csv.path_of(name)
 
 
 @functools.cache
@@ -171,77 +142,36 @@ def forget() -> None:
 
 def read(path: Path) -> list[Entry]:
     """The rows of a table. Raises ``ValueError``, one line with the number of the line, on what is none."""
-    entries: dict[tuple[object, ...], Entry] = {}
-    columns: list[str] | None = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("#") or not line.strip():
-            continue
-        fields = next(csv.reader([line]))
-        try:
-            if columns is None:
-                columns = fields
-                if tuple(columns) != COLUMNS:
-                    raise ValueError(f"the columns are {','.join(columns)}; accepted: {','.join(COLUMNS)}")
-                continue
-            if len(fields) != len(COLUMNS):
-                raise ValueError(f"{len(fields)} fields; accepted: {len(COLUMNS)}, as the line of columns says")
-            entry = _entry(dict(zip(COLUMNS, fields, strict=True)))
-            if entry.key in entries:
-                raise ValueError("the same was measured above; accepted: one row a measurement")
-        except ValueError as error:
-            raise ValueError(f"launch table {path.name}, line {number}: {error}") from None
-        entries[entry.key] = entry
-    return list(entries.values())
+    return launch_csv.read(path, COLUMNS, _entry)
 
 
 def write(path: Path, device: str, entries: Iterable[Entry]) -> None:
     """Replace the table of the device named ``device`` by these rows, sorted; nobody ever sees half of it."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(_row, sorted(entries, key=lambda entry: entry.key)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(HEADER.format(device=device) + text.getvalue(), encoding="utf-8")
-    part.replace(path)
+    ordered = sorted(entries, key=lambda entry: entry.key)
+    launch_csv.write(path, HEADER.format(device=device), COLUMNS, map(_row, ordered))
 
 
 def _row(entry: Entry) -> dict[str, object]:
-    launch = asdict(entry.launch) | {name: str(getattr(entry.launch, name)).lower() for name in FLAGS}
     own = {name: getattr(entry, name) for name in ("operation", "state", "interval_length", "batch_size", *MEASURED)}
-    return own | asdict(entry.geometry) | launch
+    return own | asdict(entry.geometry) | asdict(entry.launch)
 
 
-def _entry(row: Mapping[str, str]) -> Entry:
-    for name in COLUMNS:
-        if not row[name] and name not in MAY_BE_EMPTY:
-            raise ValueError(f"{name} is empty; accepted: a value")
+def _entry(row: Fields) -> Entry:
+    def number(name: str) -> bool | int | None:
+        if name in FLAGS:
+            return row.flag(name)
+        return row.whole(name) if row.given(name) or name != "registers" else None
 
-    def whole(name: str) -> int:
-        if not row[name].isdecimal():
-            raise ValueError(f"{name}={row[name]!r} is impossible; accepted: a whole number")
-        return int(row[name])
-
-    def microseconds(name: str) -> float:
-        if not re.fullmatch(r"\d+(\.\d+)?", row[name]):
-            raise ValueError(f"{name}={row[name]!r} is impossible; accepted: microseconds, such as 12.3")
-        return float(row[name])
-
-    def flag(name: str) -> bool:
-        if row[name] not in ("true", "false"):
-            raise ValueError(f"{name}={row[name]!r} is unknown; accepted: true, false")
-        return row[name] == "true"
-
-    launch: dict[str, Any] = {name: flag(name) if name in FLAGS else whole(name) for name in LAUNCH if row[name]}
+    launch: dict[str, Any] = {name: number(name) for name in LAUNCH}
     return Entry(
-        operation=row["operation"],
-        geometry=Geometry(row["family"], *(whole(name) for name in LAYER[1:])),
-        state=row["state"],
-        interval_length=whole("interval_length") if row["interval_length"] else None,
-        batch_size=whole("batch_size"),
+        operation=row.text("operation"),
+        geometry=row.geometry(),
+        state=row.text("state"),
+        interval_length=row.whole("interval_length") if row.given("interval_length") else None,
+        batch_size=row.whole("batch_size"),
         launch=Launch(**launch),
-        aligned_us=microseconds("aligned_us"),
-        staggered_us=microseconds("staggered_us") if row["staggered_us"] else None,
-        rounds=whole("rounds"),
-        source=row["source"],
+        aligned_us=row.microseconds("aligned_us"),
+        staggered_us=row.microseconds("staggered_us") if row.given("staggered_us") else None,
+        rounds=row.whole("rounds"),
+        source=row.text("source"),
     )
