@@ -11,7 +11,7 @@ import torch
 
 from experiments.measure import sources
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton import launch_csv, launch_table
+from replayssm.kernels.triton import launch_csv, launch_table, verify_launch_table
 from replayssm.kernels.triton.launch import Launch, replay_launch, stored_launch
 from replayssm.kernels.triton.launch_table import REACH, Entry, choose, nearest, read, write
 
@@ -163,10 +163,11 @@ def test_rows_measured_twice_and_other_columns_are_refused(tables: Path) -> None
 
 @pytest.mark.parametrize("path", sorted((Path(launch_table.__file__).parent / "launches").glob("*.csv")), ids=str)
 def test_committed_tables_are_as_the_tuner_writes_them(path: Path, tables: Path) -> None:
+    table = verify_launch_table if path.stem.endswith("_windows") else launch_table
     device = path.read_text().splitlines()[0].partition("measured on: ")[2]
-    assert launch_table.path_of(device).name == path.name
-    write(launch_table.path_of(device), device, read(path))
-    assert launch_table.path_of(device).read_text() == path.read_text()
+    assert table.path_of(device).name == path.name
+    table.write(table.path_of(device), device, table.read(path))
+    assert table.path_of(device).read_text() == path.read_text()
 
 
 def test_a_table_belongs_to_the_sources_of_an_arm() -> None:

@@ -6,8 +6,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from experiments.case import WindowCase
 from experiments.inputs import DTYPES
+from experiments.measure import devices
 from experiments.measure.window_layers import SnapshotsLayers
 from replayssm.traffic import Traffic, stored
 
@@ -29,10 +32,11 @@ def prepare(case: WindowCase, copies: int) -> SnapshotsLayers:
 
 def describe(case: WindowCase) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record."""
-    from replayssm.kernels.triton.verify_snapshots import snapshots_launch
+    from replayssm.kernels.triton.verify_launch_table import choose
 
-    launch = snapshots_launch(case.geometry, case.batch_size, DTYPES[case.precision.state].itemsize)
-    return {"backend": "triton", "gates": "ready", "chosen": "heuristic"} | asdict(launch)
+    size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
+    launch, how = choose(case.geometry, case.batch_size, size, case.window, None, device)
+    return {"backend": "triton", "gates": "ready", "chosen": how} | asdict(launch)
 
 
 def traffic(case: WindowCase) -> Traffic:

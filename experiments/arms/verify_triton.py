@@ -6,7 +6,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from experiments.case import WindowCase
+from experiments.inputs import DTYPES
+from experiments.measure import devices
 from experiments.measure.window_layers import VerifyLayers
 from replayssm.traffic import Ring, Traffic, replay
 
@@ -29,11 +33,12 @@ def prepare(case: WindowCase, copies: int) -> VerifyLayers:
 
 def describe(case: WindowCase) -> dict[str, Any]:
     """Launch configuration and how it was chosen, for the record."""
-    from replayssm.kernels.triton.verify_launch import verify_launch
+    from replayssm.kernels.triton.verify_launch_table import choose
 
-    launch = verify_launch(case.geometry, case.batch_size, case.window)
+    size, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
+    launch, how = choose(case.geometry, case.batch_size, size, case.window, case.interval_length, device)
     fold = "inputs" if case.geometry.family == "mamba2" else "d"
-    return {"backend": "triton", "fold": fold, "gates": "ready", "chosen": "heuristic"} | asdict(launch)
+    return {"backend": "triton", "fold": fold, "gates": "ready", "chosen": how} | asdict(launch)
 
 
 def traffic(case: WindowCase) -> Traffic:

@@ -19,7 +19,10 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = {"replayssm/kernels/triton/launch_table.py": "launches/{device}.csv"}
+DATA = {
+    "replayssm/kernels/triton/launch_table.py": "launches/{device}.csv",
+    "replayssm/kernels/triton/verify_launch_table.py": "launches/{device}_windows.csv",
+}
 """Files beside a source that decide what it does on a device."""
 HARNESS = ("experiments.measure.devices", "experiments.measure.timing")
 """How samples are taken; of what these import, only each other belongs to an arm."""

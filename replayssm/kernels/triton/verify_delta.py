@@ -32,7 +32,8 @@ from replayssm.kernels.triton.tiles import (
     sum_later,
 )
 from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_delta, check_window_layer
-from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
+from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch
+from replayssm.kernels.triton.verify_launch_table import verify_launch_for
 from replayssm.kernels.triton.verify_tiles import (
     TOKENS,
     column_chunks,
@@ -133,7 +134,7 @@ def verify_step(
         d=check("ring d", ring["d"], (slots_of_state, H, R, V), WIDE),
         g=check("ring g", ring["g"], (slots_of_state, H, R, *channels), WIDE, scalars=not channels),
     )
-    launch = launch or verify_launch(geometry, rows, inputs.q.shape[1])
+    launch = launch or verify_launch_for(geometry, rows, layer)
     cut = WindowCut.of(geometry, launch, layer)
     if rows:
         _verify_kernel[(cut.PROGRAMS * rows,)](

@@ -1,4 +1,4 @@
-"""Launch configurations of a window: how a verify step is cut into programs."""
+"""Launch configurations of a window: how a verify step, or one with snapshots, is cut into programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from replayssm.arms import MAX_WINDOW as MAX_WINDOW
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton.launch import power_of_two
+from replayssm.kernels.triton.launch import Launch, power_of_two
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,24 @@ def verify_launch(geometry: Geometry, batch_size: int, window: int) -> WindowLau
     return WindowLaunch(rows=16, tiles=tiles, heads=2 if geometry.family == "mamba2" else 1)
 
 
+def snapshots_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
+    """Default for a step with snapshots, ``state_bytes`` an element."""
+    if batch_size * geometry.heads < 256:
+        return Launch(rows=4, tiles=1, warps=1)
+    return Launch(rows=8 if state_bytes >= 4 else 16, tiles=1, warps=1, lanes=16)
+
+
+def columns(family: str, window: int) -> int:
+    """Tokens that a product takes: a window up to a power of two; at least 8 columns for tensor cores, of which GDN and
+    KDA take two a token."""
+    return max(8 if family == "mamba2" else 4, power_of_two(window))
+
+
+def ring(interval_length: int) -> int:
+    """Tokens of a ring that a product takes: L up to a power of two, 16 at least, as tensor cores want."""
+    return max(16, power_of_two(interval_length))
+
+
 @dataclass(frozen=True)
 class WindowCut:
     """What a kernel is compiled for: a layer's sizes and a launch, in the kernels' own terms."""
@@ -76,12 +94,11 @@ class WindowCut:
     """Stride of a state's rows."""
     T: int
     COLUMNS: int
-    """T up to a power of two; at least 8 columns for tensor cores, of which GDN and KDA take two a token."""
+    """Of `columns`."""
     L: int
     CAPACITY: int
     RING: int
-    """Tokens that a product over the ring takes: L, or, EAGER, all entries, up to a power of two, 16 at least, as
-    tensor cores want."""
+    """Of `ring`, for L or, EAGER, for all entries."""
     EAGER: bool
 
     @classmethod
@@ -105,10 +122,10 @@ class WindowCut:
             STAGES=launch.stages,
             ROW=layer.state.stride(2),
             T=window,
-            COLUMNS=max(8 if geometry.family == "mamba2" else 4, power_of_two(window)),
+            COLUMNS=columns(geometry.family, window),
             L=layer.interval_length,
             CAPACITY=layer.capacity,
-            RING=max(16, power_of_two(layer.capacity if eager else layer.interval_length)),
+            RING=ring(layer.capacity if eager else layer.interval_length),
             EAGER=eager,
         )
 

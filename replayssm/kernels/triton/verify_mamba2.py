@@ -23,7 +23,8 @@ from replayssm.kernels.triton.arguments import WIDE, check
 from replayssm.kernels.triton.gates import Gates, discretize
 from replayssm.kernels.triton.tiles import exp, load_ring, load_ring_vectors, product, ring_order, sum_later
 from replayssm.kernels.triton.verify_arguments import check_counts, check_mamba2, check_window_layer
-from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch, verify_launch
+from replayssm.kernels.triton.verify_launch import WindowCut, WindowLaunch
+from replayssm.kernels.triton.verify_launch_table import verify_launch_for
 from replayssm.kernels.triton.verify_tiles import (
     TOKENS,
     column_chunks,
@@ -101,7 +102,7 @@ def verify_step(
         B=check("ring B", layer.ring["B"], (slots_of_state, G, R, N), kind),
         dt=check("ring dt", layer.ring["dt"], (slots_of_state, H, R), WIDE, scalars=True),
     )
-    launch = launch or verify_launch(geometry, rows, inputs.x.shape[1])
+    launch = launch or verify_launch_for(geometry, rows, layer)
     cut = WindowCut.of(geometry, launch, layer)
     if rows:
         _verify_kernel[(cut.PROGRAMS * rows,)](

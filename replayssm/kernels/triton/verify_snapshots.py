@@ -32,6 +32,7 @@ from replayssm.kernels.triton.tiles import (
 )
 from replayssm.kernels.triton.verify_arguments import Form, check_counts, check_delta, check_mamba2
 from replayssm.kernels.triton.verify_launch import MAX_WINDOW
+from replayssm.kernels.triton.verify_launch_table import snapshots_launch_for
 
 
 class _Mamba2Strides(NamedTuple):
@@ -56,13 +57,6 @@ class _DeltaStrides(NamedTuple):
     v: Any
     g: Any
     beta: Any
-
-
-def snapshots_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Launch:
-    """Default for a step with snapshots, ``state_bytes`` an element."""
-    if batch_size * geometry.heads < 256:
-        return Launch(rows=4, tiles=1, warps=1)
-    return Launch(rows=8 if state_bytes >= 4 else 16, tiles=1, warps=1, lanes=16)
 
 
 def snapshots_step(
@@ -92,7 +86,7 @@ def snapshots_step(
     rows, (_, H, P, N), groups = len(slots), state.shape, inputs[1].shape[2]
     check_counts("accepted", accepted, rows, states.device)
     geometry = Geometry(family, H, groups, P, N)
-    launch = launch or snapshots_launch(geometry, rows, states.element_size())
+    launch = launch or snapshots_launch_for(geometry, rows, states)
     cut = Cut.of(geometry, launch, state)
     strides: _Mamba2Strides | _DeltaStrides
     common = {"T": T, "num_warps": launch.warps, "maxnreg": launch.registers}
