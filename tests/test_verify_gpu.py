@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from experiments.case import Precision, Timing, WindowCase
 from experiments.inputs import make_inputs, make_state
+from experiments.measure import launches
 from replayssm.cache import ReplayCache
 from replayssm.formats import DTYPES, nearest_round
 from replayssm.geometry import Geometry
 from replayssm.kernels.torch.replay import ordered_ring
+from replayssm.kernels.triton import launch_csv, verify_launch_table
+from replayssm.kernels.triton.launch import Launch
 from replayssm.kernels.triton.verify_commit import commit_window
 from replayssm.kernels.triton.verify_families import VERIFY
+from replayssm.kernels.triton.verify_launch import WindowLaunch
 from replayssm.recurrence import FAMILIES
 
 pytestmark = [
@@ -166,3 +172,40 @@ def test_a_step_neither_allocates_nor_waits(family: str, rows: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
     assert of.out.isfinite().all()
+
+
+TRIED: dict[str, tuple[str, list[Any]]] = {
+    "snapshots": ("gdn", [Launch(16, 1, 1, 16, stages=1), Launch(8, 10, 1, 16, stages=2)]),
+    "verify": ("mamba2", [WindowLaunch(16, 5, 2, 1, registers=168, chunks=2), WindowLaunch(32, warps=2, eager=True)]),
+}
+"""By operation, a family and launches of it."""
+TOO_LARGE = WindowLaunch(16, 5, stages=64)
+"""Half a megabyte of shared memory."""
+
+
+@pytest.mark.parametrize("operation", TRIED)
+def test_launches_of_windows_are_tried_on_the_device(
+    operation: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As tests/test_gpu.py has it of other steps; one that the device does not take is told and left out."""
+    family, tried = TRIED[operation]
+    refused = [TOO_LARGE] if operation == "verify" else []
+    monkeypatch.setattr(launches, "candidates", lambda *asked: [*refused, *tried])
+    monkeypatch.setattr(launch_csv, "TABLES", tmp_path)
+    verify_launch_table.forget()
+    timing, geometry = Timing("test", 3, 1, 5.0, 0.1, 1.0, 1, 60.0), Geometry(family, 4, 2, 80, 128)
+    shared = ("window", "test", geometry, 64, LENGTH, "aligned", Precision("fp32", "bf16"), "cuda", 0, 0, timing)
+    case = WindowCase(*shared, window=WINDOW, accepted=3)
+    said: list[str] = []
+    found = launches.search(case, operation, said.append)
+    assert found is not None, said
+    assert len(said) == len(refused)
+    assert all("stages=64" in line and "out of resource: shared memory" in line for line in said)
+    entry, times = found
+    assert set(tried) <= set(times)
+    assert all(us > 0 for of_launch in times.values() for us in of_launch)
+    name = launch_csv.device_name(torch.device(DEVICE))
+    verify_launch_table.write(verify_launch_table.path_of(name), name, [entry])
+    verify_launch_table.forget()
+    assert launches.present(case, operation).launch == entry.launch
+    verify_launch_table.forget()

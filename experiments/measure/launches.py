@@ -1,17 +1,15 @@
-"""Search the launches of our Triton kernels on a device: which are tried, whether they are right, how long they take.
+"""Search the launches of our Triton kernels on a device: whether they are right, how long they take.
 
-`candidates` are at most `BUDGET` launches, the same for a stored and a replay step, of one of two classes: few heads in
-the batch, where a head is cut finely, and many, where one program walks much of a head. What `choose` takes at present
-is tried with them. Each is held against the float64 recurrence by the gates of the experiment, over one cycle of calls
-and one of its graph. `SIEVE_ROUNDS` rounds leave the `FINALISTS` fastest, which are checked and timed with aligned and,
-for replay, with staggered rows. All candidates take their turns on the same cold copies, each with a graph of its own.
+Tried are those of `launch_candidates` and what a step takes at present. Each is held against the float64 recurrence by
+the gates of the experiment, over one cycle of calls and one of its graph. `SIEVE_ROUNDS` rounds leave the `FINALISTS`
+fastest, which are checked and timed with aligned and, where rows have phases, with staggered rows. All candidates take
+their turns on the same cold copies, each with a graph of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,103 +19,27 @@ from typing import Any
 
 import torch
 
-from experiments.case import Case, cores
+from experiments.case import Case, WindowCase, cores
 from experiments.measure import devices, gates, provenance
+from experiments.measure.launch_candidates import AnyLaunch, candidates, effective, in_words
 from experiments.measure.layers import Layers, ReplayLayers, StoredLayers, forget
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, copies_of
 from experiments.measure.timing import interleave, warm_up
+from experiments.measure.window_gates import WindowCheck
+from experiments.measure.window_layers import SnapshotsLayers, VerifyLayers
 from replayssm.formats import DTYPES
-from replayssm.geometry import Geometry
-from replayssm.kernels.triton.launch import Launch, power_of_two
-from replayssm.kernels.triton.launch_table import Choice, Entry, choose
+from replayssm.kernels.triton import launch_table, verify_launch_table
+from replayssm.kernels.triton.launch_csv import Choice
 
-BUDGET = 32
-FEW_HEADS = 1024
-"""Fewer heads in the batch are cut finely."""
+WITH_PHASES = ("replay", "verify")
+"""Operations whose rows are at one ring length or another."""
 SIEVE_ROUNDS, FINALISTS = 3, 8
 CHECKED_COPIES = 2
-MOST_COMPILERS = 8
+MOST_COMPILERS = 16
 """Processes that compile at the same time; each holds a context on the GPU."""
 _compiled: set[tuple[Any, ...]] = set()
-"""What this process has had compiled; a kernel does not depend on the batch."""
+"""What this process has had compiled."""
 Say = Callable[[str], object]
-
-
-def candidates(operation: str, geometry: Geometry, batch_size: int, state_bytes: int) -> list[Launch]:
-    """The launches to try for a step; those that come to the same for this layer once."""
-    few = batch_size * geometry.heads < FEW_HEADS
-    tried = {"stored": (_stored_many, _stored_few), "replay": (_replay_many, _replay_few)}[operation][few](geometry)
-    assert len(tried) == BUDGET
-    return list(dict.fromkeys(effective(launch, geometry, state_bytes) for launch in tried))
-
-
-def effective(launch: Launch, geometry: Geometry, state_bytes: int) -> Launch:
-    """What a launch comes to for a layer: a head is not cut coarser than it is, a row has no more lanes than loads of
-    16 bytes, and KDA has no eager reads.
-    """
-    rows = min(launch.rows, power_of_two(geometry.head_dim))
-    return dataclasses.replace(
-        launch,
-        rows=rows,
-        tiles=min(launch.tiles, -(-geometry.head_dim // rows)),
-        lanes=min(launch.lanes, max(1, max(16, power_of_two(geometry.state_dim)) * state_bytes // 16)),
-        eager=launch.eager and geometry.family != "kda",
-    )
-
-
-def _stored_few(geometry: Geometry) -> list[Launch]:
-    one_tile = itertools.product((2, 4, 8, 16), (1, 2), (8, 16, 32))
-    return [
-        *(Launch(rows, 1, warps, lanes, stages=1) for rows, warps, lanes in one_tile),
-        *(Launch(32, 1, warps, lanes, stages=1) for warps, lanes in itertools.product((2, 4), (8, 16))),
-        *(Launch(rows, 2, 1, lanes, stages=2) for rows, lanes in itertools.product((4, 8), (16, 32))),
-    ]
-
-
-def _stored_many(geometry: Geometry) -> list[Launch]:
-    one_tile, whole = itertools.product((4, 8, 16), (1, 2), (16, 32)), itertools.product((8, 16), (1, 2), (8, 16))
-    return [
-        *(Launch(rows, 1, warps, lanes, stages=1) for rows, warps, lanes in one_tile),
-        *(Launch(32, 1, 2, lanes, stages=1) for lanes in (8, 16)),
-        *(Launch(64, 1, 4, lanes, stages=1) for lanes in (8, 16)),
-        *(
-            Launch(rows, _tiles(geometry, rows), warps, lanes, stages)
-            for (rows, warps, lanes), stages in itertools.product(whole, (3, 4))
-        ),
-    ]
-
-
-def _replay_few(geometry: Geometry) -> list[Launch]:
-    whole = _tiles(geometry, 16)
-    other = {"registers": 168} if geometry.family == "kda" else {"eager": True}
-    shapes = itertools.product(((8, 1), (16, 1), (16, 2), (32, 2)), (8, 32), ({}, other))
-    walks = itertools.product((-(-whole // 4), -(-whole // 2), whole), (1, 2), (None, 168))
-    return [
-        *(Launch(rows, 1, warps, lanes, stages=1, **more) for (rows, warps), lanes, more in shapes),
-        *(Launch(16, tiles, warps, 8, 3 if tiles > 1 else 1, registers=cap) for tiles, warps, cap in walks),
-        *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
-        *(Launch(32, -(-whole // 2), 2, 8, 3, registers=cap) for cap in (None, 128)),
-    ]
-
-
-def _replay_many(geometry: Geometry) -> list[Launch]:
-    whole = _tiles(geometry, 16)
-    least = 2 if geometry.family == "kda" else 1  # vector decays do not fit into the registers of one warp
-    shapes = itertools.product((whole, -(-whole // 2)), (least, 2 * least), (8, 16), (None, 168))
-    long = itertools.product((8, 16), (128, 168), (False, True))
-    return [
-        *(Launch(16, tiles, warps, lanes, 3, registers=cap) for tiles, warps, lanes, cap in shapes),
-        *(Launch(16, whole, warps, 8, 3, registers=128) for warps in (least, 2 * least)),
-        *(Launch(16, whole, 2 * least, 8, 3, registers=cap, at_once=True) for cap in (None, 128)),
-        *(Launch(16, whole, least, lanes, 4, registers=cap, at_once=at_once) for lanes, cap, at_once in long),
-        *(Launch(8, _tiles(geometry, 8), least, 16, 4, registers=168, at_once=at_once) for at_once in (False, True)),
-        *(Launch(32, 1, 2, lanes, stages=1) for lanes in (8, 16)),
-    ]
-
-
-def _tiles(geometry: Geometry, rows: int) -> int:
-    """Tiles of a whole head."""
-    return -(-geometry.head_dim // rows)
 
 
 class Step:
@@ -125,43 +47,64 @@ class Step:
 
     def __init__(self, case: Case, operation: str) -> None:
         from replayssm.kernels.triton.families import KERNELS
+        from replayssm.kernels.triton.verify_families import VERIFY
+        from replayssm.kernels.triton.verify_snapshots import snapshots_step
 
-        kernels = KERNELS[case.geometry.family]
-        self.step = kernels.stored_step if operation == "stored" else kernels.replay_step
-        self.operation = operation
-        self.launch: Launch | None = None
+        family = case.geometry.family
+        steps = {"verify": VERIFY[family], "snapshots": snapshots_step}
+        steps |= {"stored": KERNELS[family].stored_step, "replay": KERNELS[family].replay_step}
+        self.step, self.operation = steps[operation], operation
+        self.launch: AnyLaunch | None = None
 
     def __call__(self, *arguments: Any) -> None:
         self.step(*arguments, launch=self.launch)
 
     def layers(self, case: Case, copies: int) -> Layers:
         from replayssm.kernels.triton.commit import commit
+        from replayssm.kernels.triton.verify_commit import commit_window
 
+        if isinstance(case, WindowCase):
+            if self.operation == "verify":
+                return VerifyLayers(case, copies, self, commit_window)
+            return SnapshotsLayers(case, copies, self)
         if self.operation == "stored":
             return StoredLayers(case, copies, self)
         return ReplayLayers(case, copies, self, commit)
 
 
+def table_of(operation: str) -> Any:
+    """The module whose tables hold an operation."""
+    return verify_launch_table if operation in verify_launch_table.LAUNCHES else launch_table
+
+
 def present(case: Case, operation: str) -> Choice:
     """What a step of the case takes at present: of the table, or the heuristic."""
     state_bytes, device = DTYPES[case.precision.state].itemsize, torch.device(devices.of(case).tensors)
-    length = case.interval_length if operation == "replay" else None
-    return choose(case.geometry, case.batch_size, state_bytes, length, device)
+    length = case.interval_length if operation in WITH_PHASES else None
+    window = (case.window,) if isinstance(case, WindowCase) else ()
+    found: Choice = table_of(operation).choose(case.geometry, case.batch_size, state_bytes, *window, length, device)
+    return found
 
 
-def search(case: Case, operation: str, say: Say = print) -> tuple[Entry, dict[Launch, tuple[float, ...]]] | None:
-    """The fastest launch, as a row of the table, and microseconds of a layer step of all finalists, aligned and, for
-    replay, staggered; the worse counts. None if no candidate is right; ``say`` gets a line on each that is not.
-    """
+def tried(case: Case, operation: str) -> list[AnyLaunch]:
+    """The launch that a step takes at present, then the candidates, each once."""
     state_bytes = DTYPES[case.precision.state].itemsize
     now = effective(present(case, operation).launch, case.geometry, state_bytes)
-    tried = list(dict.fromkeys([now, *candidates(operation, case.geometry, case.batch_size, state_bytes)]))
-    compile_ahead(case, operation, tried)
+    return list(dict.fromkeys([now, *candidates(operation, case.geometry, case.batch_size, state_bytes)]))
+
+
+def search(case: Case, operation: str, say: Say = print) -> tuple[Any, dict[AnyLaunch, tuple[float, ...]]] | None:
+    """The fastest launch, as a row of the operation's table, and microseconds of a layer step of all finalists, aligned
+    and, with phases, staggered; the worse counts. None if no candidate is right; ``say`` gets a line on each that is
+    not.
+    """
+    compile_ahead(case, [operation])
+    now, *_ = launches = tried(case, operation)
     aligned = dataclasses.replace(case, phase="aligned")
-    sieve = measure(aligned, operation, tried, SIEVE_ROUNDS, say)
+    sieve = measure(aligned, operation, launches, SIEVE_ROUNDS, say)
     finalists = sorted(sieve, key=lambda launch: sieve[launch])[:FINALISTS]
     finalists += [now] if now in sieve and now not in finalists else []
-    phases = ("aligned", "staggered") if operation == "replay" else ("aligned",)
+    phases = ("aligned", "staggered") if operation in WITH_PHASES else ("aligned",)
     found = [
         measure(dataclasses.replace(case, phase=phase), operation, finalists, case.timing.rounds, say)
         for phase in phases
@@ -170,28 +113,35 @@ def search(case: Case, operation: str, say: Say = print) -> tuple[Entry, dict[La
     if not both:
         return None
     best = min(both, key=lambda launch: max(both[launch]))
-    code = provenance.code()
-    entry = Entry(
+    return _entry(case, operation, best, both[best]), both
+
+
+def _entry(case: Case, operation: str, launch: AnyLaunch, us: tuple[float, ...]) -> Any:
+    code, window = provenance.code(), {}
+    if isinstance(case, WindowCase):
+        window = {"window": case.window, "accepted": case.accepted}
+    return table_of(operation).Entry(
         operation=operation,
         geometry=case.geometry,
         state=case.precision.state,
-        interval_length=case.interval_length if operation == "replay" else None,
+        interval_length=case.interval_length if operation in WITH_PHASES else None,
         batch_size=case.batch_size,
-        launch=best,
-        aligned_us=round(both[best][0], 2),
-        staggered_us=round(both[best][1], 2) if operation == "replay" else None,
+        launch=launch,
+        aligned_us=round(us[0], 2),
+        staggered_us=round(us[1], 2) if operation in WITH_PHASES else None,
         rounds=case.timing.rounds,
         source=(code["git_sha"] or "unknown")[:7] + ("+" if code["dirty"] else ""),
+        **window,
     )
-    return entry, both
 
 
-def measure(case: Case, operation: str, launches: Sequence[Launch], rounds: int, say: Say) -> dict[Launch, float]:
+def measure(case: Case, operation: str, launches: Sequence[AnyLaunch], rounds: int, say: Say) -> dict[AnyLaunch, float]:
     """Median microseconds of a layer step with each launch that is right; ``say`` gets a line on the others."""
     device = devices.of(case)
     forget()
     device.begin(case)
-    check, right = gates.Check(case, CHECKED_COPIES, "before"), []
+    check_of = WindowCheck if isinstance(case, WindowCase) else gates.Check
+    check, right = check_of(case, CHECKED_COPIES, "before"), []
     for launch in launches:
         fault = wrong(check, operation, launch)
         if fault:
@@ -199,24 +149,23 @@ def measure(case: Case, operation: str, launches: Sequence[Launch], rounds: int,
         else:
             right.append(launch)
     copies = copies_of(case, device.describe().get("last_level_cache_bytes") or FALLBACK_CACHE_BYTES)
-    step = Step(case, operation)
-    layers = step.layers(case, copies) if right else None
-    participants = {}
-    for launch in right:
-        step.launch = launch
+    if not right:
+        return {}
+    step, participants = Step(case, operation), {}
+    step.launch = right[0]  # rows that are ahead have taken steps already
+    layers = step.layers(case, copies)
+    for step.launch in right:
         layers.cycle()
         graph = device.graph(layers)
         graph()  # captured with this launch
-        participants[in_words(launch)] = _repeated(graph, case.timing.cycles_per_sample)
-    if not participants:
-        return {}
+        participants[in_words(step.launch)] = _repeated(graph, case.timing.cycles_per_sample)
     warm_up(participants, case.timing.warmup_limit_s, case.timing.warmup_tolerance, device.elapsed_ns)
     samples = interleave(participants, rounds, case.seed, device.elapsed_ns).elapsed_ns
-    steps = copies * case.interval_length * case.timing.cycles_per_sample
+    steps = copies * case.steps_per_cycle * case.timing.cycles_per_sample
     return {launch: median(samples[in_words(launch)]) / steps / 1000 for launch in right}
 
 
-def wrong(check: gates.Check, operation: str, launch: Launch) -> str:
+def wrong(check: gates.Check, operation: str, launch: AnyLaunch) -> str:
     """Why a launch is out: what it computes, or the error of a launch that the device does not take; "" if it is right.
     Raises what the device does not survive.
     """
@@ -235,36 +184,38 @@ def wrong(check: gates.Check, operation: str, launch: Launch) -> str:
     return "" if correctness.passed else "incorrect: " + "; ".join(correctness.faults())
 
 
-def compile_ahead(case: Case, operation: str, launches: Sequence[Launch]) -> None:
-    """Fill Triton's cache of compiled kernels from several processes, each with a row of the batch on the GPU."""
-    kind = (case.geometry, case.precision, case.interval_length, operation)
-    new = [launch for launch in launches if (*kind, launch) not in _compiled]
-    _compiled.update((*kind, launch) for launch in new)
+def compile_ahead(case: Case, operations: Sequence[str]) -> None:
+    """Fill Triton's cache of compiled kernels from several processes, each with a row or two of the batch on the GPU:
+    what an operation tries, unless this process has had it compiled. A kernel depends on the batch only by how tensors
+    of copies are aligned, which is another way where rows are an odd number.
+    """
+    window = case.window if isinstance(case, WindowCase) else None
+    rows = 2 - case.batch_size % 2
+    kind = (case.geometry, case.precision, case.interval_length, window, rows)
+    asked = [(operation, launch) for operation in operations for launch in tried(case, operation)]
+    new = [one for one in asked if (kind, one) not in _compiled]
+    _compiled.update((kind, one) for one in new)
     workers = min(cores(), MOST_COMPILERS, len(new))
     if not torch.cuda.is_available() or workers < 2:
         return
-    parts = [(dataclasses.replace(case, batch_size=1), operation, new[n::workers]) for n in range(workers)]
-    # A process that ends early leaves its part to this one, which tells what is wrong with it.
+    forget()
+    devices.of(case).begin(case)  # so that the processes have room for their contexts
+    small = dataclasses.replace(case, batch_size=rows)
+    # A process that ends early leaves the rest to this one, which tells what is wrong with it.
     with (
         contextlib.suppress(BrokenProcessPool),
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
     ):
-        list(pool.map(_compile, parts))
+        list(pool.map(_compile, [(small, *one) for one in new]))
 
 
-def _compile(part: tuple[Case, str, list[Launch]]) -> None:
-    case, operation, launches = part
+def _compile(task: tuple[Case, str, AnyLaunch]) -> None:
+    """Two copies, of which the second is aligned otherwise where rows are odd."""
+    case, operation, launch = task
     step = Step(case, operation)
-    layers = step.layers(case, 1)
-    for step.launch in launches:
-        with contextlib.suppress(Exception):
-            layers.run_pass(0)
-
-
-def in_words(launch: Launch) -> str:
-    """``rows=16 tiles=5 warps=2 lanes=8 stages=3 registers=128``."""
-    told = {name: value for name, value in dataclasses.asdict(launch).items() if value not in (None, False)}
-    return " ".join(name if value is True else f"{name}={value}" for name, value in told.items())
+    step.launch = launch
+    with contextlib.suppress(Exception):
+        step.layers(case, CHECKED_COPIES).run_pass(0)
 
 
 def _repeated(run: devices.Run, times: int) -> devices.Run:
