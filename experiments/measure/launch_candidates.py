@@ -125,7 +125,8 @@ def _snapshots_many(geometry: Geometry) -> list[AnyLaunch]:
 
 
 def _verify_few(geometry: Geometry) -> list[AnyLaunch]:
-    shapes = itertools.product(((16, 1), (16, 2), (32, 1), (32, 2), (64, 4), (128, 8)), (False, True))
+    whole = _tiles(geometry, 16)
+    shapes = itertools.product(((16, 1), (16, 2), (32, 2), (64, 4), (128, 8)), (False, True))
     chunked = (
         *((64, 4, None, False, 2), (64, 4, 128, False, 4), (16, 1, None, False, 2), (16, 1, None, True, 4)),
         *((16, 2, None, True, 2), (32, 2, None, False, 4), (32, 2, None, True, 2)),
@@ -135,6 +136,7 @@ def _verify_few(geometry: Geometry) -> list[AnyLaunch]:
         *(WindowLaunch(rows, 1, 1, w, registers=128, eager=True) for rows, w in ((16, 1), (16, 2), (32, 2), (64, 4))),
         *(WindowLaunch(rows, 1, 1, w, 3, cap, eager, chunks) for rows, w, cap, eager, chunks in chunked),
         WindowLaunch(16, 2, 1, 1),
+        *(WindowLaunch(16, tiles, 1, 1, 3, 168, chunks=4) for tiles in (-(-whole // 2), whole)),
     ]
 
 
@@ -152,13 +154,15 @@ def _verify_many(geometry: Geometry) -> list[AnyLaunch]:
 
 
 def _verify_few_kda(geometry: Geometry) -> list[AnyLaunch]:
-    shapes = itertools.product(((16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)), (1, 2))
+    whole = _tiles(geometry, 16)
+    shapes = itertools.product(((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)), (1, 2))
     capped = ((16, 4, 1), (32, 4, 2), (64, 8, 2))
     return [
         *(WindowLaunch(rows, 1, 1, warps, chunks=chunks) for (rows, warps), chunks in shapes),
         *(WindowLaunch(rows, 1, 1, warps, chunks=4) for rows, warps in ((16, 2), (32, 4), (64, 4), (128, 8))),
         *(WindowLaunch(rows, 1, 1, warps, 3, 168, chunks=chunks) for rows, warps, chunks in capped),
         WindowLaunch(16, 2, 1, 4),
+        *(WindowLaunch(16, tiles, 1, 2, chunks=2) for tiles in (-(-whole // 2), whole)),
     ]
 
 
