@@ -53,6 +53,8 @@ TABLE = [
     entry(QWEN, 16, 4, 16),
     entry(QWEN, 512),
     entry(LARGE, 256),
+    entry(LARGE, 64, 4, 8),
+    entry(LARGE, 64, 4, 16),
 ]
 
 
@@ -90,6 +92,8 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ((QWEN, 16, 4, 4, 8), (QWEN, 16, 4, 16, "fp32")),  # windows before intervals
         ((QWEN, 16, 4, 3, 16), (QWEN, 16, 3, 8, "fp32")),
         ((LARGE, 256, 4, 4, 16), (LARGE, 256, 4, 16, "fp32")),  # as many heads as QWEN at 512
+        ((LARGE, 64, 4, 4, 9), (LARGE, 64, 4, 8, "fp32")),
+        ((LARGE, 64, 4, 4, 15), (LARGE, 64, 4, 16, "fp32")),
         ((QWEN, 512, 4, 4, 16), (QWEN, 512, 4, 16, "fp32")),
         ((dataclasses.replace(QWEN, family="kda", groups=32), 16, 4, 4, 16), None),
         ((dataclasses.replace(QWEN, state_dim=64), 16, 4, 4, 16), None),
@@ -151,12 +155,12 @@ def test_a_device_without_a_table_takes_the_heuristic(tables: Path) -> None:
 
 def test_a_step_asks_for_its_own_sizes(tables: Path) -> None:
     """Of a layer on a device called cpu."""
-    asked = [entry(NANO, 8, 6, 24, "fp16"), entry(NANO, 8, 6, None, "fp16")]
+    asked = [entry(NANO, 8, 12, 24, "fp16"), entry(NANO, 8, 12, None, "fp16")]
     write(verify_launch_table.path_of("cpu"), "cpu", [*asked, entry(NANO, 8), entry(NANO, 8, interval_length=None)])
     small = dataclasses.replace(NANO, heads=1, groups=1)
-    cache = ReplayCache(small, slots=1, interval_length=20, window=5, state_dtype=torch.float16)
+    cache = ReplayCache(small, slots=1, interval_length=20, window=10, state_dtype=torch.float16)
     assert verify_launch_for(NANO, 9, cache.layer(0)) == asked[0].launch
-    states = torch.zeros(1, 5, 1, 80, 128, dtype=torch.float16)
+    states = torch.zeros(1, 10, 1, 80, 128, dtype=torch.float16)
     assert snapshots_launch_for(NANO, 9, states) == asked[1].launch
 
 
