@@ -127,14 +127,14 @@ def _snapshots_many(geometry: Geometry) -> list[AnyLaunch]:
 def _verify_few(geometry: Geometry) -> list[AnyLaunch]:
     whole = _tiles(geometry, 16)
     shapes = itertools.product(((16, 1), (16, 2), (32, 2), (64, 4), (128, 8)), (False, True))
-    chunked = (
+    others = (
         *((64, 4, None, False, 2), (64, 4, 128, False, 4), (16, 1, None, False, 2), (16, 1, None, True, 4)),
-        *((16, 2, None, True, 2), (32, 2, None, False, 4), (32, 2, None, True, 2)),
+        *((16, 2, None, True, 2), (32, 2, None, False, 4), (32, 2, None, True, 2), (64, 4, None, True, 2)),
+        *((16, 1, 128, True, 1), (16, 2, 128, True, 1), (32, 4, None, False, 1)),
     )
     return [
         *(WindowLaunch(rows, 1, 1, warps, eager=eager) for (rows, warps), eager in shapes),
-        *(WindowLaunch(rows, 1, 1, w, registers=128, eager=True) for rows, w in ((16, 1), (16, 2), (32, 2), (64, 4))),
-        *(WindowLaunch(rows, 1, 1, w, 3, cap, eager, chunks) for rows, w, cap, eager, chunks in chunked),
+        *(WindowLaunch(rows, 1, 1, w, 3, cap, eager, chunks) for rows, w, cap, eager, chunks in others),
         WindowLaunch(16, 2, 1, 1),
         *(WindowLaunch(16, tiles, 1, 1, 3, 168, chunks=4) for tiles in (-(-whole // 2), whole)),
     ]
