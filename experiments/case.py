@@ -53,7 +53,9 @@ OPTIONS = (
 )
 WINDOW_OPTIONS = ("window", "accepted")
 """Those of the kernel experiment alone."""
-WINDOW_KINDS = ("snapshots", "verify")
+ABLATION = "oracle"
+"""Kind of arms that are run only when named."""
+WINDOW_KINDS = ("snapshots", "verify", ABLATION)
 MAX_WINDOW = 16
 MODEL_FIELDS = (
     *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
@@ -238,8 +240,8 @@ def arms_from_config(
     config: Mapping[str, Any], of: Collection[str] | None = None, mixed: bool = False
 ) -> tuple[str, ...]:
     """The arms to run, in the order given; each exists, none twice, and each runs on ``device`` and can hold
-    ``precision.state``. ``default`` are all such arms, stored ones first. An experiment that cannot run every arm
-    names those ``of`` which it can; ``mixed``, one that runs those of windows and others together.
+    ``precision.state``. ``default`` are all such arms but ablations, stored ones first. An experiment that cannot run
+    every arm names those ``of`` which it can; ``mixed``, one that runs those of windows and others together.
     """
     device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
     windowed = config.get("window") is not None
@@ -249,7 +251,7 @@ def arms_from_config(
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
     if arms == DEFAULT_ARMS:
-        fit = [arm for arm in here if state in state_formats(arm)]
+        fit = [arm for arm in here if state in state_formats(arm) and not arm.startswith(f"{ABLATION}/")]
         if not fit:
             held = [name for name in FORMATS if any(name in state_formats(arm) for arm in here)]
             raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")

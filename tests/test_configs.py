@@ -15,7 +15,14 @@ from omegaconf import OmegaConf
 from analysis.bearing import PROFILES
 from experiments import precisions, traffic
 from experiments.app import CONFIGS, to_plain
-from experiments.case import DEFAULT_RECORDS, case_from_config, case_hash, model_from_config, models_with_geometry
+from experiments.case import (
+    DEFAULT_RECORDS,
+    arms_from_config,
+    case_from_config,
+    case_hash,
+    model_from_config,
+    models_with_geometry,
+)
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
 from replayssm.precision import Precision
@@ -166,6 +173,14 @@ def test_a_window_makes_another_case_with_arms_of_its_own() -> None:
         case_from_config(compose("kernel", "arms=[stored/cpu]") | windows)
     with pytest.raises(ConfigError, match=r"^arms=verify/torch is for a window, such as window=4; accepted: a list of"):
         case_from_config(compose("kernel", "arms=[verify/torch]"))
+    on_gpu = compose("kernel", "device=cuda") | windows
+    assert {"verify/triton", "snapshots/triton"} <= set(arms_from_config(on_gpu))
+    assert not any(arm.startswith("oracle/") for arm in arms_from_config(on_gpu))  # an ablation
+    assert arms_from_config(on_gpu | {"arms": ["oracle/triton"]}) == ("oracle/triton",)
+    with pytest.raises(ConfigError, match=r"^arms=oracle/triton is for a window, such as window=4; accepted: "):
+        case_from_config(compose("kernel", "device=cuda", "arms=[oracle/triton]"))
+    with pytest.raises(ConfigError, match=r"^arms=oracle/triton runs on cuda, not on device=cpu; accepted: "):
+        case_from_config(compose("kernel", "arms=[oracle/triton]") | windows)
     with pytest.raises(ConfigError, match=r"^accepted=3 is impossible; accepted: null, or a window as well"):
         case_from_config(compose("kernel") | {"accepted": 3})
     with pytest.raises(ConfigError, match=r"^window=5 is impossible; accepted: an integer from 1 to 4 "):

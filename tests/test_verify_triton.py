@@ -343,6 +343,33 @@ def test_snapshots(family: str, state_dtype: torch.dtype) -> None:
         snapshots_step(family, out, states[:, :2], inputs, slots.to(DEVICE), counts.to(DEVICE))
 
 
+@every_family
+def test_acceptance_that_is_known_leaves_one_state(family: str) -> None:
+    """The state behind the last accepted token, in place of the one before the window; all outputs; nothing else."""
+    T, rows, P, launch = 3, 4, 5, Launch(rows=4, tiles=2, warps=1, lanes=4)
+    geometry = Geometry(family, 2, 2 if family == "kda" else 1, P, 16)
+    sequence = make_sequence(geometry, rows, T, seed=3, flavour="model").to(torch.float32)
+    truth, slots, accepted = sequence.to(torch.float64), torch.tensor([4, -1, 2, 0]), torch.tensor([1, 1, 3, 2])
+    states = torch.full((5, 1, 2, P, 16), torch.nan, device=DEVICE)
+    states[slots[[0, 2, 3]], 0] = sequence.state[[0, 2, 3]].to(DEVICE)
+    out = torch.full((rows, T, 2, P), SENTINEL, device=DEVICE)
+    window = sequence.window(torch.zeros(rows, dtype=torch.int64), T)
+    inputs = type(window)(*(None if t is None else t.to(DEVICE) for t in window))
+    given = (inputs, slots.to(DEVICE), accepted.to(DEVICE), launch)
+    snapshots_step(family, out, states, *given, known=True)
+    state = truth.state
+    for t in range(T):
+        output, state = truth.family.step(state, truth.at(t))
+        for row in (0, 2, 3):
+            assert distance(out[row, t], output[row]) <= FLOAT32
+            if accepted[row] == t + 1:
+                assert distance(states[slots[row], 0], state[row]) <= FLOAT32
+    assert (out[1] == SENTINEL).all()
+    assert states[[1, 3]].isnan().all()
+    with pytest.raises(ValueError, match=r"^known got 3 states a slot and 3 tokens a row; accepted: 1 state, and 1 to"):
+        snapshots_step(family, out, states.expand(-1, T, -1, -1, -1), *given, known=True)
+
+
 @pytest.mark.parametrize(("family", "bound"), [("mamba2", None), ("gdn", None), ("kda", None), ("kda", -5.0)])
 def test_gates_from_raw_inputs(family: str, bound: float | None) -> None:
     """Raw inputs in bfloat16 give what ready gates do, in outputs, ring, flush and snapshots; with a short window."""

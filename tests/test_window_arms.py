@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 DEVICE = "cuda" if GPU else "cpu"
 IN_TRITON = [("verify/triton", "gdn"), ("snapshots/triton", "mamba2")]
 IN_TRITON += [("verify/triton", "mamba2"), ("verify/triton", "kda"), ("snapshots/triton", "gdn")] if GPU else []
+IN_TRITON += [("oracle/triton", family) for family in ("mamba2", "gdn", "kda")] if GPU else []
 """Interpreted, these take seconds each; tests/test_verify_triton.py has the kernels of all families."""
 SHAPES = {"mamba2": (2, 1), "gdn": (2, 1), "kda": (2, 2)}
 
@@ -92,6 +93,19 @@ def test_a_window_that_is_committed_whole_is_seen() -> None:
         layers = arm(name).prepare(of, 2)
         layers._accepted.fill_(of.window)
         assert WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+
+
+def test_an_oracle_that_writes_another_state_is_seen() -> None:
+    """Behind the last token of the window, not behind the last one accepted; it reads and writes one state a step."""
+    of = case("mamba2", "aligned", length=2, window=2, accepted=1)
+    layers = arm("oracle/triton").prepare(of, 2)
+    assert not WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+    layers._accepted.fill_(of.window)
+    faults = WindowCheck(of, 2, "before").run(layers, 1, None)[0].faults()
+    assert any(fault.startswith("state error") for fault in faults)
+    found, every = (arm(name).traffic(of) for name in ("oracle/triton", "snapshots/triton"))
+    assert found.state_bytes_written == found.state_bytes_read == every.state_bytes_written / 2
+    assert (found.rmw_bytes, found.read_bytes, found.flops) == (found.total_bytes, 0, every.flops)
 
 
 def test_a_checkpoint_that_steps_on_between_flushes_is_seen() -> None:

@@ -61,6 +61,20 @@ class SnapshotsLayers(WindowLayers, StoredLayers):
             self._step(self.case.geometry.family, out[copy], self.states[copy], window, slots, self._accepted)
 
 
+class OracleLayers(WindowLayers, StoredLayers):
+    """As `SnapshotsLayers`, of a step that is told how many tokens will be accepted: ``state [copies,B,H,P,N]``."""
+
+    @functools.cached_property
+    def _accepted(self) -> Tensor:
+        return torch.full((self.case.batch_size,), self.case.accepted, dtype=torch.int32, device=self.device)
+
+    def _steps(self, passes: int, slots: Tensor) -> None:
+        out = self.out_of(passes)
+        for copy in range(self.copies):
+            window, states = self.tokens.at(passes, copy), self.state[copy, :, None]
+            self._step(self.case.geometry.family, out[copy], states, window, slots, self._accepted)
+
+
 class VerifyLayers(WindowLayers, ReplayLayers):
     """Copies of a replay layer, as the layers of one `ReplayCache` with a window. ``commit`` moves cursor and origin on
     the device, as `replayssm.kernels.triton.verify_commit.commit_window` does; without one the cache does.

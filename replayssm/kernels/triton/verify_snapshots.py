@@ -3,6 +3,9 @@
 ``states [S,T,H,P,N]`` holds of each slot a state for every token of its last window. The next window starts from that
 of the last accepted token, so that rejecting tokens is reading another one; nothing else is committed. Program
 ``(row, head, part)`` owns some rows of one head's states, reads them once and writes them T times.
+
+With KNOWN it is told beforehand how many tokens of this window will be accepted, which no engine can be, and writes
+one state, behind the last of them: what is left when nothing but the other T - 1 writes is left out.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -69,6 +72,7 @@ def snapshots_step(
     launch: Launch | None = None,
     *,
     gates: Gates | None = None,
+    known: bool = False,
 ) -> None:
     """The recurrence for a window of T tokens a row, from the state behind token ``accepted`` of the last window.
 
@@ -76,20 +80,24 @@ def snapshots_step(
     padding; ``accepted [B]`` int32 or int64, 1 to T, the count of the last window's tokens that were. Mutates ``out``
     and ``states``, each state rounded to its nearest number and computed on as it was before. Raises ``ValueError``,
     one line, on tensors it does not take; the counts are not checked.
-    With ``gates`` dt, or g and beta, of the inputs are raw.
+    With ``gates`` dt, or g and beta, of the inputs are raw. ``known``: ``accepted`` are those of this window, and
+    ``states [S,1,H,P,N]`` goes from before the window to behind the last of them.
     """
     if states.dim() != 5 or not 1 <= states.shape[1] <= MAX_WINDOW:
         raise ValueError(f"states has shape {list(states.shape)}; accepted: [S,T,H,P,N] with T from 1 to {MAX_WINDOW}")
-    state, T = states[:, 0], states.shape[1]
-    if inputs[0].shape[1] != T:
-        raise ValueError(f"inputs hold {inputs[0].shape[1]} tokens a row; accepted: {T}, the states of a slot")
+    state, T = states[:, 0], inputs[0].shape[1]
+    if known and not (states.shape[1] == 1 <= T <= MAX_WINDOW):
+        told = f"{states.shape[1]} states a slot and {T} tokens a row"
+        raise ValueError(f"known got {told}; accepted: 1 state, and 1 to {MAX_WINDOW} tokens")
+    if not known and states.shape[1] != T:
+        raise ValueError(f"inputs hold {T} tokens a row; accepted: {states.shape[1]}, the states of a slot")
     rows, (_, H, P, N), groups = len(slots), state.shape, inputs[1].shape[2]
     check_counts("accepted", accepted, rows, states.device)
     geometry = Geometry(family, H, groups, P, N)
     launch = launch or snapshots_launch_for(geometry, rows, states)
     cut = Cut.of(geometry, launch, state)
     strides: _Mamba2Strides | _DeltaStrides
-    common = {"T": T, "num_warps": launch.warps, "maxnreg": launch.registers}
+    common = {"T": T, "KNOWN": known, "num_warps": launch.warps, "maxnreg": launch.registers}
     if family == "mamba2":
         strides = _Mamba2Strides(**check_mamba2(out, state, inputs, slots, gates))
         if rows:
@@ -138,6 +146,7 @@ def _mamba2_kernel(
     cut: tl.constexpr,
     GATED: tl.constexpr,
     T: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
@@ -152,7 +161,10 @@ def _mamba2_kernel(
         D = tl.load(inputs.D + head)
     for i in tl.range(cut.TILES, num_stages=cut.STAGES):
         m, tile = part * cut.ROWS + i * cut.M + tl.arange(0, cut.M), tiles + i * cut.M * cut.ROW
-        S, state = load_state(tile + last * snapshot, m, end, cut), ()
+        first = tile
+        if not KNOWN:
+            first += last * snapshot
+        S, state = load_state(first, m, end, cut), ()
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             state = state + (S[c].to(tl.float32),)
         for t in tl.static_range(T):
@@ -172,7 +184,10 @@ def _mamba2_kernel(
                 y += chunk * Cs[c][None, :]
                 moved = moved + (chunk,)
             state = moved
-            store_state(tile + t * snapshot, m, end, state, head, None, cut)
+            if KNOWN:
+                store_state(tile, m, tl.where(t == last, end, 0), state, head, None, cut)
+            else:
+                store_state(tile + t * snapshot, m, end, state, head, None, cut)
             total = tl.sum(y, axis=1) + D * x
             if inputs.z is not None:
                 z_token = inputs.z + row * strides.z[0] + t * strides.z[1] + head * strides.z[2]
@@ -196,6 +211,7 @@ def _delta_kernel(
     cut: tl.constexpr,
     form: tl.constexpr,
     T: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
     part, head, row = place(cut)
     slot = tl.load(slots + row)
@@ -207,7 +223,10 @@ def _delta_kernel(
     tiles = first_tile(states, part, cut)
     for i in tl.range(cut.TILES, num_stages=cut.STAGES):
         m, tile = part * cut.ROWS + i * cut.M + tl.arange(0, cut.M), tiles + i * cut.M * cut.ROW
-        S, state = load_state(tile + last * snapshot, m, end, cut), ()
+        first = tile
+        if not KNOWN:
+            first += last * snapshot
+        S, state = load_state(first, m, end, cut), ()
         for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
             state = state + (S[c].to(tl.float32),)
         for t in tl.static_range(T):
@@ -248,7 +267,10 @@ def _delta_kernel(
             for c in tl.static_range(tl.constexpr(cut.CHUNKS)):
                 moved = moved + (decayed[c] + (d * k_rnorm)[:, None] * ks[c][None, :],)
             state = moved
-            store_state(tile + t * snapshot, m, end, state, head, None, cut)
+            if KNOWN:
+                store_state(tile, m, tl.where(t == last, end, 0), state, head, None, cut)
+            else:
+                store_state(tile + t * snapshot, m, end, state, head, None, cut)
             o = tl.sum(Sq, axis=1) * q_scale + d * qk
             o_token = out + row * strides.out[0] + t * strides.out[1] + head * strides.out[2]
             tl.store(o_token + m, o.to(out.dtype.element_ty), mask=m < end)
