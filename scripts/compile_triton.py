@@ -10,10 +10,10 @@ table of launches. The declared set is everything for sm_90, and one geometry a 
 other architectures; for all, steps that compute their gates or take a window of tokens, and what depends on no model:
 commits, cursors, bandwidth.
 Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack, where spilled registers
-go. Registers depend on the versions of Triton and of its assembler, which the table names; ``--check`` lists rows that
-differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which
-know all six architectures; from sm_90 on it compiles for the variant of one architecture (sm_103a), which runs on no
-other.
+go. Products on tensor cores are counted in the PTX, each once however often it runs. Registers depend on the versions
+of Triton and of its assembler, which the table names; ``--check`` lists rows that differ and does not mind them. Triton
+3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which know all six architectures; from sm_90
+on it compiles for the variant of one architecture (sm_103a), which runs on no other.
 
 Takes one to three seconds a kernel and core the first time, less with Triton's cache. Needs Triton, and no GPU.
 """
@@ -82,7 +82,7 @@ FLUSHES = ("replay-stochastic", "replay-raw-fold")
 FLUSH_STACK_LIMIT_BYTES = 1024
 GATES = "replay-gates"
 """The replay step that computes its gates from raw inputs."""
-WINDOWS = ("verify", "snapshots")
+WINDOWS = ("verify", "snapshots", "oracle")
 """Steps of speculative decoding, with windows of WINDOW tokens, each with its default launch."""
 WINDOW = 4
 PLAIN = "any"
@@ -162,6 +162,11 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"]) + int(found["LOCAL"])}
 
 
+def tensor_instructions(ptx: str) -> int:
+    """Matrix products in a kernel's text: of a warp, of the warp groups of sm_90, in the tensor memory of sm_100."""
+    return len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.", ptx))
+
+
 def calls(case: Case) -> dict[str, Any]:
     """One call a step with the batch's inputs, without memory; sizes and strides are those of a GPU's tensors."""
     if case.model == PLAIN:
@@ -207,10 +212,11 @@ def window_calls(case: Case) -> dict[str, Any]:
     states = windowed.state[:, None].expand(-1, WINDOW, -1, -1, -1).contiguous()
     slots = torch.empty(rows, dtype=torch.int64, device=DEVICE)
     accepted = torch.empty(rows, dtype=torch.int32, device=DEVICE)
-    verify, snapshots = WINDOWS
+    verify, snapshots, oracle = WINDOWS
     return {
         verify: lambda: VERIFY[geometry.family](out, windowed, inputs, slots),
         snapshots: lambda: snapshots_step(geometry.family, out, states, inputs, slots, accepted),
+        oracle: lambda: snapshots_step(geometry.family, out, states[:, :1], inputs, slots, accepted, known=True),
     }
 
 
@@ -263,7 +269,8 @@ def compile_case(case: Case) -> list[dict[str, Any]]:
             row = {"architecture": f"sm_{case.architecture}", "model": case.model, "state": case.state}
             row |= {"batch_size": case.batch_size, "step": step, "kernel": kernel.metadata.name}
             row |= {"warps": kernel.metadata.num_warps, **resources(kernel.asm["cubin"])}
-            row |= {"shared_bytes": kernel.metadata.shared, "triton": triton.__version__}
+            row |= {"shared_bytes": kernel.metadata.shared}
+            row |= {"tensor_instructions": tensor_instructions(kernel.asm["ptx"]), "triton": triton.__version__}
             rows.append(row | {"assembler": get_ptxas(case.architecture).version})
     return rows
 

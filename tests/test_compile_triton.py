@@ -103,6 +103,25 @@ def test_the_committed_table_is_of_the_declared_set_within_the_limit() -> None:
     assert script.beyond_limit(rows, script.STACK_LIMIT_BYTES) == []
 
 
+def test_products_on_tensor_cores_are_counted() -> None:
+    """Of a warp, of a group of warps, in tensor memory; what only loads or waits for them does not count."""
+    text = """
+        mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r2}, {%r3}, {%r4};
+        @%p1 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}, {%r2}, {%r3}, {%r4};
+        wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1}, %rd1, %rd2, %p1, 1, 1;
+        wgmma.wait_group.sync.aligned 0;
+        @%p2 tcgen05.mma.cta_group::1.kind::tf32 [%r1], %rd1, %rd2, %r2, %p3;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r5];
+        fma.rn.f32 %f1, %f2, %f3, %f4;
+    """
+    assert script.tensor_instructions(text) == 4
+    found = {step: set() for step in ("verify", *script.WINDOWS[1:], "stored")}
+    for committed in script.read(script.TABLE):
+        if committed["step"] in found:
+            found[committed["step"]].add(int(committed["tensor_instructions"]) > 0)
+    assert found == {"verify": {True}, "snapshots": {False}, "oracle": {False}, "stored": {False}}
+
+
 def row(**changed: object) -> dict[str, object]:
     first = {"architecture": "sm_90", "model": "kimi", "state": "fp32", "batch_size": 1, "step": "replay"}
     return first | {"kernel": "_replay_kernel", "registers": 64, "stack_bytes": 0} | changed
