@@ -108,13 +108,17 @@ def test_an_oracle_that_writes_another_state_is_seen() -> None:
     assert (found.rmw_bytes, found.read_bytes, found.flops) == (found.total_bytes, 0, every.flops)
 
 
-def test_a_checkpoint_that_steps_on_between_flushes_is_seen() -> None:
+@pytest.mark.parametrize("by", ["values", "the sign of a zero"])
+def test_a_checkpoint_that_steps_on_between_flushes_is_seen(by: str) -> None:
     of, layers = case(), arm("verify/torch").prepare(case(), 2)
     step = layers._step
 
     def stepping(out: Any, layer: Any, inputs: Any, slots: Any) -> None:
         step(out, layer, inputs, slots)
-        layer.state.mul_(1 + 1e-6)
+        if by == "values":
+            layer.state.mul_(1 + 1e-6)
+        else:
+            layer.state[..., 0, 0] = (-0.0, 0.0)[int(layer.state[0, 0, 0, 0].signbit())]
 
     layers._step = stepping
     faults = WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()

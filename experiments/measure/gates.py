@@ -155,11 +155,12 @@ class Check:
         return Comparison("output of all rows against the first arm", error, 2 * SLACK * float(worst))
 
     def _rewritten(self, layers: Any, passes: int, before: Tensor) -> int:
-        """Elements of checkpoints ``[C,R,H,P,N]`` that a pass changed in rows that do not flush at it."""
+        """Elements of checkpoints ``[C,R,H,P,N]`` of which a pass changed a bit in rows that do not flush at it."""
         if not layers.flushes_per_cycle:
             return 0
         kept = layers.flushing_pass(self.offsets[self.rows]) != passes
-        return int((self._rows_of(layers.state) != before)[:, kept].sum())
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[before.element_size()]
+        return int((self._rows_of(layers.state).view(bits) != before.view(bits))[:, kept].sum())
 
     def _states(self, layers: Any, truth: Cycle, honest: Cycle) -> list[Comparison]:
         """The checkpoint as it was when the row last flushed, and checkpoint plus ring at the end of the cycle."""
