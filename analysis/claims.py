@@ -17,6 +17,7 @@ import pandas as pd
 from analysis import rules
 from analysis.bearing import Question
 from analysis.load import Evidence
+from analysis.speculative_rules import COMPILED
 
 COLUMNS = ["group", "id", "statement", "paper", "unit", "ours", "verdict", "differed", "note"]
 COLUMNS += ["hardware", "models", "batch", "setting", "source", "evidence", "analogue", "command", "records"]
@@ -69,6 +70,8 @@ def evaluate(claims: list[Claim], tables: dict[str, pd.DataFrame], evidence: Evi
     """One row a claim; ``records`` are the files that hold its evidence. ``root`` is the repository, in which a claim's
     experiment exists or not."""
     rows = []
+    compiled = root / "results" / f"{COMPILED}.csv"
+    tables = tables | {COMPILED: pd.read_csv(compiled) if compiled.is_file() else pd.DataFrame()}
     for claim in claims:
         finding = rules.RULES[claim.rule](Question(claim.parameters, tables, evidence, claim.analogue))
         note = finding.note

@@ -214,13 +214,13 @@ def _cycle_faults(record: Record) -> list[Fault]:
     cycles, wanted = (number(m, "cycles_per_sample") for m in (record.timing_used, value(record, "timing")))
     if not cycles or cycles != wanted:
         return [("whole cycles", f"{cycles} cycles a sample timed, {wanted} asked")]
-    steps = _steps_of_cycle(record) * copies * cycles
+    steps = steps_of_cycle(record) * copies * cycles
     if record.layer_steps_per_sample != steps:
         return [("whole cycles", f"{record.layer_steps_per_sample} layer steps a sample counted, {steps} timed")]
     return []
 
 
-def _steps_of_cycle(record: Record) -> int:
+def steps_of_cycle(record: Record) -> int:
     """From flush to flush. With a window: until more tokens are committed than leave room for another window."""
     length, window, accepted = (value(record, name) for name in ("interval_length", "window", "accepted"))
     if not is_count(window) or not is_count(accepted):

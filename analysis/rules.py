@@ -11,8 +11,7 @@ No answer about a time rests on one process, on few rounds or on a distance that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -28,43 +27,47 @@ from analysis.bearing import (
     by_model,
     differed,
     is_direct,
-    missing_models,
     nearest_device,
-    other_timings,
     replay_records,
     replay_rows,
     roof_share,
     single_phases,
 )
-from analysis.cells import weaknesses
+from analysis.findings import (
+    AGAINST,
+    CANNOT_RUN,
+    CONTRADICTED,
+    COUNTED,
+    NO,
+    NOT_RUN,
+    OPEN,
+    OWN_KERNELS,
+    PARTLY,
+    REPRODUCED,
+    SUPPORTED,
+    UNCLEAR,
+    VERDICTS,
+    YES,
+    Finding,
+    doubted,
+    families,
+    not_run,
+    span,
+    verdict_of,
+    weak,
+    with_bounds,
+)
 from analysis.gates import number, value
 from analysis.load import describe, moved_bytes
 from analysis.stats import FASTER
 
-REPRODUCED, CONTRADICTED, PARTLY = "reproduced", "contradicted", "partly"
-SUPPORTED, AGAINST = "supported on an analogue", "contradicted on an analogue"
-UNCLEAR, NOT_RUN, CANNOT_RUN = "unclear on an analogue", "not run", "cannot run here"
-VERDICTS = (REPRODUCED, CONTRADICTED, PARTLY, SUPPORTED, AGAINST, UNCLEAR, NOT_RUN, CANNOT_RUN)
+__all__ = ["AGAINST", "CANNOT_RUN", "CONTRADICTED", "NOT_RUN", "PARTLY", "REPRODUCED", "RULES", "SUPPORTED", "UNCLEAR"]
+__all__ += ["VERDICTS"]
 
 NEAR_ROOF = 0.75
 """Share of its roof below which a replay kernel itself, not the method, may be what is slow."""
-OWN_KERNELS = "kernels: this project's"
 OWN_BACKENDS = ("cpu", "torch", "triton")
-COUNTED = "computed from bytes, not measured: from shapes and counted flushes, not from hardware counters"
 FP32_BYTES = 4
-YES, NO, OPEN = "yes", "no", "open"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Our value with its interval, the verdict, what differed from the paper, a remark, and the evidence."""
-
-    ours: str = ""
-    verdict: str = NOT_RUN
-    differed: str = ""
-    note: str = ""
-    rows: Sequence[Any] = ()
-    """What the verdict rests on: rows of tables, or of records."""
 
 
 def kernel_range(question: Question) -> Finding:
@@ -89,7 +92,7 @@ def kernel_range(question: Question) -> Finding:
         else:
             answers.append(NO if row.high < low and not obstacle else OPEN)
             notes += [f"{row.model}: {obstacle}"] if obstacle else []
-    answers, doubts = _doubted(answers, rows, [r.speedup for r in rows], low)
+    answers, doubts = doubted(answers, rows, [r.speedup for r in rows], low)
     return _speedups(rows, answers, batch, notes + doubts + single_phases(question, rows))
 
 
@@ -105,7 +108,7 @@ def batch_one(question: Question) -> Finding:
             answers.append(YES)
         else:
             answers.append(NO if row.verdict == FASTER and row.low > gain else OPEN)
-    answers, doubts = _doubted(answers, rows, [r.speedup for r in rows], gain)
+    answers, doubts = doubted(answers, rows, [r.speedup for r in rows], gain)
     return _speedups(rows, answers, 1, doubts + single_phases(question, rows))
 
 
@@ -115,12 +118,12 @@ def memory_bound(question: Question) -> Finding:
     if not rows:
         return not_run(question)
     answers = [YES if row.low >= share else OPEN for row in rows]
-    answers, doubts = _doubted(answers, rows, [r.share for r in rows], share)
-    ours = "; ".join(f"{_bounds(r, r.share)} of the roof ({r.model}, batch {r.batch_size})" for r in rows)
+    answers, doubts = doubted(answers, rows, [r.share for r in rows], share)
+    ours = "; ".join(f"{with_bounds(r, r.share)} of the roof ({r.model}, batch {r.batch_size})" for r in rows)
     intensity = [r.flops_per_byte for r in rows if not pd.isna(r.flops_per_byte)]
-    notes = [f"{_span(intensity)} FLOP a byte"] if intensity else []
+    notes = [f"{span(intensity)} FLOP a byte"] if intensity else []
     notes += doubts + single_phases(question, rows)
-    return Finding(ours, _verdict(answers, rows), differed(rows), "; ".join(notes), rows)
+    return Finding(ours, verdict_of(answers, rows), differed(rows), "; ".join(notes), rows)
 
 
 def largest_part(question: Question) -> Finding:
@@ -137,7 +140,7 @@ def largest_part(question: Question) -> Finding:
     answers = [YES if r.context >= context and r.baseline_state_share >= 0.5 else OPEN for r in rows]
     told = [f"{r.baseline_state_share:.2f} at {r.context} tokens ({r.model}, batch {r.batch_size})" for r in rows]
     notes = [f"{r.model}: no longer context run" for r in rows if r.context < context]
-    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), "; ".join(notes), rows)
+    return Finding("; ".join(told), verdict_of(answers, rows), differed(rows), "; ".join(notes), rows)
 
 
 def one_write_an_interval(question: Question) -> Finding:
@@ -148,11 +151,13 @@ def one_write_an_interval(question: Question) -> Finding:
     rows = as_rows([*records, *wrong])
     if not rows:
         return not_run(question)
-    ours = f"flushes as expected in {len(blocks)} checks of {len(records)} records ({_families(rows)})"
+    ours = f"flushes as expected in {len(blocks)} checks of {len(records)} records ({families(rows)})"
     ours += f"; {len(wrong)} records with another count" if wrong else ""
     elsewhere = sorted({r.arm for r in [*records, *wrong] if "cursor" in r.arm_config})
     told = f"; for {', '.join(elsewhere)} by the launch that moves cursors" if elsewhere else ""
-    return Finding(ours, _verdict([NO if wrong else YES], rows), differed(rows), f"counted by the kernels{told}", rows)
+    return Finding(
+        ours, verdict_of([NO if wrong else YES], rows), differed(rows), f"counted by the kernels{told}", rows
+    )
 
 
 def float_equality(question: Question) -> Finding:
@@ -173,7 +178,7 @@ def float_equality(question: Question) -> Finding:
     if checks:
         worst = max(checks, key=lambda c: (c.error / c.budget if c.budget else 0.0, c.quantity))
         parts.append(f"largest error {worst.error:.1e} of a budget of {worst.budget:.1e} ({worst.quantity})")
-        parts.append(f"{len(checks)} comparisons ({_families(rows)})")
+        parts.append(f"{len(checks)} comparisons ({families(rows)})")
     parts += [f"{len(wrong)} records above their budget"] if wrong else []
     difference = f"{differed(rows)}; data: random inputs, not a model's".lstrip("; ")
     note = "against float64" + (f"; left out, judged by budgets of their own: {', '.join(looser)}" if looser else "")
@@ -188,7 +193,7 @@ def traffic_halved(question: Question) -> Finding:
     shares = [round(1 / r.ideal_bytes, 3) for r in rows]
     answers = [YES if question.parameters["low"] <= s <= question.parameters["high"] else NO for s in shares]
     return Finding(
-        f"{_span(shares)} of the bytes, ring included", _verdict(answers, rows), differed(rows), COUNTED, rows
+        f"{span(shares)} of the bytes, ring included", verdict_of(answers, rows), differed(rows), COUNTED, rows
     )
 
 
@@ -202,13 +207,13 @@ def ideal_gain(question: Question) -> Finding:
     rows = [r for r in replay_rows(question) if not pd.isna(r.ideal_bytes)]
     if not rows:
         return not_run(question)
-    wrong = [r.ideal_bytes < floor or (r.low > ceiling and not _weak(r)) for r in rows]
+    wrong = [r.ideal_bytes < floor or (r.low > ceiling and not weak(r)) for r in rows]
     beyond = [r for r in rows if r.low > r.ideal_bytes]
     answers = [NO if no else OPEN if r in beyond else YES for r, no in zip(rows, wrong, strict=True)]
     note = "; ".join(dict.fromkeys(map(_beyond_bytes, beyond)))
     ideals, measured = [r.ideal_bytes for r in rows], [r.speedup for r in rows]
-    ours = f"{_span(ideals)} from bytes; {_span(measured)} measured"
-    return Finding(ours, _verdict(answers, rows), differed(rows), note, rows)
+    ours = f"{span(ideals)} from bytes; {span(measured)} measured"
+    return Finding(ours, verdict_of(answers, rows), differed(rows), note, rows)
 
 
 def _beyond_bytes(row: Any) -> str:
@@ -230,8 +235,8 @@ def ring_cost(question: Question) -> Finding:
     if not rows:
         return not_run(question)
     answers = [YES if 0 < price < 1 else NO for price in prices]
-    ours = f"ring: {_span(shares, '.1f')} % of a replay step's bytes, {_span(prices)} of the writes saved"
-    return Finding(f"{ours} ({_families(rows)})", _verdict(answers, rows), differed(rows), COUNTED, rows)
+    ours = f"ring: {span(shares, '.1f')} % of a replay step's bytes, {span(prices)} of the writes saved"
+    return Finding(f"{ours} ({families(rows)})", verdict_of(answers, rows), differed(rows), COUNTED, rows)
 
 
 def low_precision_reads(question: Question) -> Finding:
@@ -248,38 +253,8 @@ def low_precision_reads(question: Question) -> Finding:
         return not_run(question)
     formats = ", ".join(sorted({str(r.state) for r in rows}))
     answers = [YES if share < 1 else NO for share in shares]
-    ours = f"{_span(shares)} of the state bytes that fp32 reads ({formats})"
-    return Finding(ours, _verdict(answers, rows), differed(rows), COUNTED, rows)
-
-
-def drafted_range(question: Question) -> Finding:
-    """Throughput of replay with drafts over that of snapshots. As in `kernel_range`, above the range is no yes."""
-    rows, answers, ours, notes = speculative_rules.throughput(question, (YES, NO, OPEN))
-    if not rows:
-        return not_run(question)
-    low, batch = question.parameters["low"], question.parameters["batch"]
-    answers, doubts = _doubted(answers, rows, [r.over_snapshots for r in rows], low)
-    difference = "; ".join(part for part in (differed(rows, batch), OWN_KERNELS, "engine: this project's") if part)
-    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join([*notes, *doubts]), rows)
-
-
-def rolled_back(question: Question) -> Finding:
-    """Tokens that replay took back, with states, cursors and flushes right behind them; any that were wrong: a no."""
-    rows, taken_back, wrong, ours = speculative_rules.rolled_back(question)
-    if not rows:
-        return not_run(question)
-    answers = [NO if wrong else YES if taken_back else OPEN]
-    return Finding(ours, _verdict(answers, rows), differed(rows), speculative_rules.AGAINST_LOG, rows)
-
-
-def requests_fit(question: Question) -> Finding:
-    """Requests whose states fit in 100 GB, with replay over with snapshots: sizes, which no card changes."""
-    rows, ratios = speculative_rules.requests(question)
-    if not rows:
-        return not_run(question)
-    answers = [YES if ratio >= question.parameters["at_least"] else NO for ratio in ratios]
-    told = [f"{x:.2f} times as many requests ({r.model}, T = {r.window})" for x, r in zip(ratios, rows, strict=True)]
-    return Finding("; ".join(told), _verdict(answers, rows), differed(rows), speculative_rules.SIZES, rows)
+    ours = f"{span(shares)} of the state bytes that fp32 reads ({formats})"
+    return Finding(ours, verdict_of(answers, rows), differed(rows), COUNTED, rows)
 
 
 def drift_ratio(question: Question) -> Finding:
@@ -329,7 +304,7 @@ def _drift(question: Question, rows: list[Any], answers: list[str], told: list[s
     models, texts = (", ".join(sorted({str(getattr(r, name)) for r in rows})) for name in ("model", "source"))
     cards = ", ".join(sorted({str(r.device) for r in rows}))
     difference = f"model: {models}; text: {texts}, not PG-19; card: {cards}"
-    return Finding("; ".join(told), _verdict(answers, rows), difference, "; ".join(notes), rows)
+    return Finding("; ".join(told), verdict_of(answers, rows), difference, "; ".join(notes), rows)
 
 
 def _interval(row: Any, estimate: float, low: float | None, high: float | None) -> str:
@@ -354,16 +329,6 @@ def _accuracy(question: Question, ours: str, rows: list[Any], answers: list[str]
     return Finding(ours, verdict, accuracy_rules.what_differed(rows), note, rows)
 
 
-def not_run(question: Question) -> Finding:
-    """No record bears on the claim: says what is missing, or what a run would need."""
-    missing = question.parameters.get("missing")
-    if missing:
-        return Finding(note=f"{missing} are not part of this version yet")
-    left_out = other_timings(question)
-    told = f"; left out, timed by no profile for evidence: {', '.join(left_out)}" if left_out else ""
-    return Finding(note=f"needs {question.analogue}{told}")
-
-
 def outside(question: Question) -> Finding:
     """A statement about others that no run of this project can show."""
     return Finding(verdict=CANNOT_RUN)
@@ -380,9 +345,12 @@ RULES: dict[str, Callable[[Question], Finding]] = {
     "ideal_gain": ideal_gain,
     "ring_cost": ring_cost,
     "low_precision_reads": low_precision_reads,
-    "drafted_range": drafted_range,
-    "rolled_back": rolled_back,
-    "requests_fit": requests_fit,
+    "drafted_range": speculative_rules.drafted_range,
+    "rolled_back": speculative_rules.rolled_back,
+    "requests_fit": speculative_rules.requests_fit,
+    "outputs_only": speculative_rules.outputs_only,
+    "tensor_cores": speculative_rules.tensor_cores,
+    "gain_cause": speculative_rules.gain_cause,
     "drift_ratio": drift_ratio,
     "drift_slope": drift_slope,
     "small_loss": small_loss,
@@ -402,50 +370,11 @@ def _obstacle(question: Question, row: Any, speedup: float) -> str:
     return f"{row.arm} reaches only {share:.2f} of its own roof" if share < NEAR_ROOF else ""
 
 
-def _doubted(answers: list[str], rows: list[Any], estimates: list[float], bound: float) -> tuple[list[str], list[str]]:
-    """The answers, open where a row proves nothing or lies no further from the bound than its A/A noise; and why."""
-    sure, notes = [], []
-    for answer, row, estimate in zip(answers, rows, estimates, strict=True):
-        doubt = ", ".join(_weak(row))
-        if not doubt and answer != OPEN and math.log1p(row.aa_noise) >= abs(math.log(estimate / bound)):
-            doubt = f"A/A noise of {100 * row.aa_noise:.1f} %, too much to tell {estimate:.2f} from {bound:g}"
-        sure.append(OPEN if doubt else answer)
-        notes += [f"{row.model}: {doubt}"] if doubt else []
-    return sure, notes
-
-
-def _weak(row: Any) -> list[str]:
-    return weaknesses(row.processes, row.rounds, row.aa_noise)
-
-
 def _speedups(rows: list[Any], answers: list[str], batch: int, notes: list[str]) -> Finding:
     unlike = [r for r in rows if r.like_for_like != "yes"]
     notes = notes + [f"{r.model}: {r.baseline} computes its gates, {r.arm} gets them ready" for r in unlike]
-    ours = "; ".join(f"{_bounds(r, r.speedup)} ({r.model}, batch {r.batch_size})" for r in rows)
+    ours = "; ".join(f"{with_bounds(r, r.speedup)} ({r.model}, batch {r.batch_size})" for r in rows)
     others = sorted({r.arm for r in rows if r.arm.split("/")[1] not in OWN_BACKENDS})
     kernels = f"kernels: {', '.join(others)}" if others else OWN_KERNELS
     difference = "; ".join(part for part in (differed(rows, batch), kernels) if part)
-    return Finding(ours, _verdict(answers, rows, batch), difference, "; ".join(notes), rows)
-
-
-def _verdict(answers: list[str], rows: list[Any], batch: int | None = None) -> str:
-    """The verdict of all answers together; a reproduction needs the paper's card and batch and all of its models."""
-    direct = all(is_direct(r) and batch in (None, r.batch_size) for r in rows)
-    if all(a == YES for a in answers):
-        return SUPPORTED if not direct else PARTLY if missing_models(rows) else REPRODUCED
-    if all(a == NO for a in answers):
-        return CONTRADICTED if direct else AGAINST
-    return PARTLY if direct else UNCLEAR
-
-
-def _families(rows: list[Any]) -> str:
-    return ", ".join(sorted({str(r.family) for r in rows}))
-
-
-def _bounds(row: Any, estimate: float) -> str:
-    return f"{estimate:.2f} [{row.low:.2f}, {row.high:.2f}]"
-
-
-def _span(values: list[float], form: str = ".2f") -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"
+    return Finding(ours, verdict_of(answers, rows, batch), difference, "; ".join(notes), rows)

@@ -44,6 +44,7 @@ SECTIONS = (
         (
             ("Throughput of whole models with drafts", "speculative_throughput"),
             ("Windows of speculative decoding", "window_speedups"),
+            ("Windows against each other arm", "window_pairs"),
         ),
     ),
     Section(

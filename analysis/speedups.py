@@ -58,7 +58,7 @@ def _speedup_row(
 ) -> dict[str, Any]:
     records = [arms[arm] for arms in cell.values() if arm in arms]
     row = case_columns(records[0], labels) | {"step_us": median_us(records), "remarks": joined_remarks(records)}
-    floors = [floor / median_step_ns(r) for r in records if (floor := _floor(r))]
+    floors = [floor / median_step_ns(r) for r in records if (floor := floor_ns(r))]
     row["roof_share"] = round(float(np.mean(floors)), 4) if floors else None
     if not pairs:
         return row | {"verdict": AMBIGUOUS, "remarks": join(row["remarks"], "no stored arm at this state format")}
@@ -83,8 +83,8 @@ def _speedup_row(
             "verdict": found,
             "like_for_like": "yes" if alike else "no",
             "aa_noise": loud,
-            "ideal_bytes": _mean_ratio([(moved_bytes(b), moved_bytes(r)) for b, r in pairs]),
-            "ideal_roof": _mean_ratio([(_floor(b), _floor(r)) for b, r in pairs]),
+            "ideal_bytes": mean_ratio([(moved_bytes(b), moved_bytes(r)) for b, r in pairs]),
+            "ideal_roof": mean_ratio([(floor_ns(b), floor_ns(r)) for b, r in pairs]),
             "interval_over": "rounds only" if interval.processes == 1 else "processes and rounds",
             "remarks": join(row["remarks"], *notes),
         }
@@ -101,10 +101,12 @@ def _missing_baselines(cell: Cell, evidence: Evidence) -> list[str]:
     return sorted(missing)
 
 
-def _floor(record: Record) -> float | None:
+def floor_ns(record: Record) -> float | None:
+    """Time that the arm's bytes take at the bandwidths of the same run."""
     return number(record.traffic, "floor_ns")
 
 
-def _mean_ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
+def mean_ratio(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    """Of the pairs that are whole; None without any."""
     ratios = [top / bottom for top, bottom in pairs if top and bottom and bottom > 0]
     return round(float(np.mean(ratios)), 4) if ratios else None

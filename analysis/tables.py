@@ -15,8 +15,8 @@ from analysis.load import EXPERIMENTS, Evidence, one_line
 from analysis.table_text import GROUPS, latex
 from experiments.measure.record import Record
 
-NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "speculative_throughput")
-NAMES += ("decode_speedups",)
+NAMES = ("kernel_speedups", "kernel_pairs", "roofs", "kernel_phases", "window_speedups", "window_pairs")
+NAMES += ("speculative_throughput", "decode_speedups")
 NAMES += ("decode_depths", *drift.COLUMNS, "accuracy", "accuracy_by_distance", "failures", "exclusions", "devices")
 WHOLE = ("context", "blocks", "rows_that_differ", "agreement_length", "ring_length", "batch_size", "interval_length")
 WHOLE += ("window", "accepted", "documents", "tokens", "layer", "head", "threads", "arms", "processes", "rounds")
@@ -50,6 +50,10 @@ NOTES = {
     "window_speedups": "Steps of speculative decoding: a window of tokens verified, some of them committed, the commit "
     "included. Baseline is the fastest arm that keeps a state behind every token of the window. Roof share is the time "
     "that the bytes of state and ring take at the bandwidths of the same run over the measured time.",
+    "window_pairs": "Arms of windows over each other arm of the same rounds. oracle/triton is snapshots/triton told "
+    "beforehand how many tokens will be accepted, so that it writes one state, which no engine can: from snapshots to "
+    "it is what the other writes cost, from it to verify the rest, a state written once an interval and tensor cores. "
+    "Ideal bytes, ideal roof: what bytes alone, and bytes at the bandwidths of the same run, would give.",
     "speculative_throughput": "Tokens a second of whole models: all rows' tokens that counted over the time of a step. "
     "over snapshots: over the arm that keeps a state behind every token of the window, at the same drafts and the same "
     "acceptance; over plain: over replay without drafts. Medians over rounds of ratios within a round, means over "
@@ -113,6 +117,10 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
         "window_speedups": (
             [r for c in windows for r in speedups.speedup_rows(c, evidence, labels)],
             speedups.WINDOW_COLUMNS,
+        ),
+        "window_pairs": (
+            [r for c in windows for r in pairs.pair_rows(c, labels, pairs.WINDOW_KINDS)],
+            pairs.WINDOW_COLUMNS,
         ),
         "speculative_throughput": ([r for c in drafted for r in speculative.rows(c, labels)], speculative.COLUMNS),
         "decode_speedups": ([r for c in models for r in decode.decode_rows(c, evidence, labels)], decode.COLUMNS),

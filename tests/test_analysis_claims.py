@@ -100,6 +100,9 @@ def test_a_faulty_claims_file_is_refused_in_one_line(tmp_path, change, message):
 
 def test_without_records_nothing_is_claimed(tmp_path):
     found = verdicts(tmp_path)
+    compiled = found.pop("tensor-core-verification")
+    assert compiled.verdict == rules.UNCLEAR
+    assert "no record tells for how many heads" in compiled.note
     assert {r.verdict for r in found.values()} == {rules.NOT_RUN, rules.CANNOT_RUN}
     assert all(r.ours == "" for r in found.values())
     assert found["throughput-doubled"].note == "needs as the speculative range"
@@ -267,6 +270,8 @@ def test_what_a_rule_reads_is_written_by_the_command_beside_it():
             experiment = "pg19" if claim.rule.startswith("drift") else experiment
             drafted = claim.rule in ("drafted_range", "rolled_back", "requests_fit")
             experiment = "speculative" if drafted else experiment
+            of_kernels = claim.rule in ("outputs_only", "tensor_cores", "gain_cause")
+            assert not of_kernels or " window=4" in claim.command, claim.id
             experiment = "accuracy" if claim.rule in ("small_loss", "visible_loss") else experiment
             assert claim.command.startswith(f"python -m experiments.{experiment} "), claim.id
 
