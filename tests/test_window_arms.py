@@ -120,6 +120,7 @@ def test_a_checkpoint_that_steps_on_between_flushes_is_seen(by: str) -> None:
         else:
             layer.state[..., 0, 0] = (-0.0, 0.0)[int(layer.state[0, 0, 0, 0].signbit())]
 
+    layers.state[..., 0, 0] = 0.0
     layers._step = stepping
     faults = WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
     assert any(fault.startswith("state elements written between flushes") for fault in faults)
