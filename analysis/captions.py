@@ -27,8 +27,9 @@ CAPTIONS = {
     "another engine. Hollow points prove nothing, as above.",
     "throughput_with_drafts": "Tokens a second of whole models with drafts, over those of replay without drafts in the "
     "same rounds, by batch size: a state kept behind every token of the window, and replay that takes rejected tokens "
-    "back by a cursor. Same drafts, same acceptance, 95 % intervals. Grey, open: published, on another card and in "
-    "another engine. Hollow points prove nothing, as above.",
+    "back by a cursor. Where the former did not fit beside replay without drafts, its ratio is put together from those "
+    "that replay with drafts has to either. Same drafts, same acceptance, 95 % intervals. Grey, open: published, on "
+    "another card and in another engine. Hollow points prove nothing, as above.",
     "throughput_by_window": "Tokens a second of replay over those of snapshots at the same drafts, by batch size and "
     "window T = 1 + drafts. Dashed, open: published over vLLM's own speculative decoding, on another card, in its "
     "window's colour. Hollow points prove nothing, as above.",

@@ -1,5 +1,9 @@
 """Rows of speculative decoding with whole models: tokens a second of every arm, over those of the arm that keeps
-snapshots and over those of replay without drafts, timed in the same rounds."""
+snapshots and over those of replay without drafts, timed in the same rounds.
+
+Arms that do not fit beside each other are run in pairs, processes of their own: a ratio is one of rounds that both arms
+share, and only what two such ratios give with an arm that is in both is put together.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +29,25 @@ from analysis.cells import (
     weaknesses,
 )
 from analysis.gates import number, value
-from analysis.stats import AMBIGUOUS, Array, bootstrap, median_step_ns, paired_log_speedup, verdict
+from analysis.stats import AMBIGUOUS, Array, Interval, bootstrap, median_step_ns, paired_log_speedup, verdict
 from experiments.measure.record import Record
 
 COLUMNS = [*CASE, *MODELS_CASE, "window", *DRAFTS_CASE, "arm", "kind", "step_ms", "tokens_per_step", "tokens_per_s"]
 COLUMNS += ["over_snapshots", "low", "high", "verdict", "over_plain", "plain_low", "plain_high", "aa_noise"]
 COLUMNS += ["state_share", "request_mib", "conv_mib", "requests_in_100_gb", "rows_unmatched", "rows_that_differ"]
 COLUMNS += ["peak_gib", "processes", "rounds", "interval_over", "remarks"]
-SNAPSHOTS, PLAIN = "snapshots", "replay"
-"""Kinds of the arms that others are compared with."""
+SNAPSHOTS, PLAIN, DRAFTED = "snapshots", "replay", "verify"
+"""Kinds of the arms that others are compared with, and that of replay with drafts."""
 COMPARED = {SNAPSHOTS: ("over_snapshots", "low", "high"), PLAIN: ("over_plain", "plain_low", "plain_high")}
+
+
+def joined(cells: list[Cell]) -> list[Cell]:
+    """Cells of one case and device, whatever arms were run together, as one."""
+    found: dict[tuple[str, str], Cell] = {}
+    for cell in cells:
+        first = next(iter(next(iter(cell.values())).values()))
+        found.setdefault((first.case_hash, str(first.device["name"])), {}).update(cell)
+    return list(found.values())
 
 
 def rows(cell: Cell, labels: dict[str, str]) -> list[dict[str, Any]]:
@@ -62,20 +75,48 @@ def _row(cell: Cell, arm: str, noise: float, labels: dict[str, str]) -> dict[str
     }
     remarks = joined_remarks(records)
     for kind, names in COMPARED.items():
-        pairs = [(b, group[arm]) for group in cell.values() if arm in group and (b := _of_kind(group, kind))]
-        if not pairs or all(baseline is record for baseline, record in pairs):
+        interval, way = _compared(cell, arm, kind), ""
+        if interval is None and kind == PLAIN and row["kind"] == SNAPSHOTS:
+            interval, way = _by_way_of_replay(cell, arm)
+        if interval is None:
             continue
-        seed = f"{first.case_hash} {first.device['name']} {arm} {kind}"
-        interval = bootstrap([_log_gain(*pair) for pair in pairs], seed)
         found = bounds(interval, names[0])
         row |= {names[0]: found[names[0]], names[1]: found["low"], names[2]: found["high"]}
-        row |= {"processes": interval.processes, "rounds": interval.rounds}
-        row["interval_over"] = "rounds only" if interval.processes == 1 else "processes and rounds"
-        weak = weaknesses(interval.processes, interval.rounds, row["aa_noise"])
+        for name, count in (("processes", interval.processes), ("rounds", interval.rounds)):
+            row[name] = min(count, row.get(name, count))
+        row["interval_over"] = "rounds only" if row["processes"] == 1 else "processes and rounds"
+        weak = [*weaknesses(interval.processes, interval.rounds, row["aa_noise"]), *([way] if way else [])]
         remarks = join(remarks, *(note for note in weak if note not in remarks))
         if kind == SNAPSHOTS:
             row["verdict"] = AMBIGUOUS if row["aa_noise"] > LOUD_AA else verdict(interval, noise)
     return row | {"remarks": remarks}
+
+
+def _compared(cell: Cell, arm: str, kind: str) -> Interval | None:
+    """An arm over the fastest one of a kind in the same process: of several sets of arms that were run together the one
+    with most processes, then arms. None where there is none, or it is the arm itself."""
+    found: dict[tuple[str, ...], list[tuple[Record, Record]]] = {}
+    for group in cell.values():
+        if arm in group and (baseline := _of_kind(group, kind)):
+            found.setdefault(tuple(sorted(baseline.arms)), []).append((baseline, group[arm]))
+    if not found:
+        return None
+    pairs = found[max(found, key=lambda names: (len(found[names]), len(names), names))]
+    if all(baseline is record for baseline, record in pairs):
+        return None
+    record = pairs[0][1]
+    return bootstrap([_log_gain(*pair) for pair in pairs], f"{record.case_hash} {record.device['name']} {arm} {kind}")
+
+
+def _by_way_of_replay(cell: Cell, arm: str) -> tuple[Interval | None, str]:
+    """An arm that keeps snapshots over replay without drafts, which did not run beside it, and how: what replay with
+    drafts gains on the one, in its processes, over what it gains on the other, in its own."""
+    for other in sorted({name for group in cell.values() for name in group if name.startswith(f"{DRAFTED}/")}):
+        over_plain, over_arm = (_compared(cell, other, kind) for kind in (PLAIN, SNAPSHOTS))
+        together = [group for group in cell.values() if {arm, other} <= set(group)]
+        if over_plain and over_arm and all(_of_kind(group, SNAPSHOTS) is group[arm] for group in together):
+            return over_plain.over(over_arm), f"over plain by way of {other}, from two runs"
+    return None, ""
 
 
 def _log_gain(baseline: Record, record: Record) -> Array:

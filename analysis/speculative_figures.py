@@ -30,7 +30,7 @@ SHOWN_WINDOW = 4
 
 def draw(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame, folder: Path) -> list[str]:
     """Draw those for which there is something to show, from the table's rows and from failures of arms with drafts;
-    returns their names. Arms that do not fit beside each other were run in pairs, so that no row has all of it."""
+    returns their names. Where arms were run in pairs, one of them may have failed, so that not every row has all."""
     rows, failures = (frame[frame["blocks"].isna()] for frame in (rows, failures))
     with_plain, replayed = rows["over_plain"].notna(), rows["over_snapshots"].notna() & (rows["kind"] == "verify")
     over_plain, over_snapshots = strongest(rows[with_plain]), strongest(rows[replayed])
@@ -89,7 +89,7 @@ def by_window(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -
         known = published.drafted(paper, facet[1], published.NATIVE)
         for window, of_window in known.groupby("window"):
             _draw_published(ax, of_window, looks[int(window)]["color"])
-        _finish(ax, part, known, facet, paper, None)
+        _finish(ax, part, known, facet, paper, None, lost)
     axes[0].set_ylabel("throughput over snapshots")
     return figure
 
@@ -184,10 +184,16 @@ def _draw_published(ax: Axes, rows: pd.DataFrame, colour: str = style.MUTED) -> 
 
 
 def _finish(
-    ax: Axes, part: pd.DataFrame, known: pd.DataFrame, facet: style.Facet, paper: pd.DataFrame, window: int | None
+    ax: Axes,
+    part: pd.DataFrame,
+    known: pd.DataFrame,
+    facet: style.Facet,
+    paper: pd.DataFrame,
+    window: int | None,
+    lost: pd.DataFrame | None = None,
 ) -> None:
-    batches = sorted({1, *(int(b) for b in part["batch_size"]), *(int(b) for b in known["batch_size"])})
-    style.doubling_axis(ax, batches, "batch size")
+    shown = [part["batch_size"], known["batch_size"], *([] if lost is None else [lost["batch_size"].dropna()])]
+    style.doubling_axis(ax, sorted({1, *(int(b) for of_batches in shown for b in of_batches)}), "batch size")
     ax.axhline(1, color=style.INK, lw=0.9, zorder=1)
     ax.set_ylim(bottom=min(0.5, ax.get_ylim()[0]))
     if part.empty:

@@ -68,6 +68,14 @@ class Interval:
         """Largest absolute log ratio inside the interval: what an A/A comparison could not tell from zero."""
         return max(abs(self.log_low), abs(self.log_high))
 
+    def over(self, other: Interval) -> Interval:
+        """The ratio to another one, independent of this: errors add up in squares."""
+        log = self.log_estimate - other.log_estimate
+        below = math.hypot(self.log_estimate - self.log_low, other.log_high - other.log_estimate)
+        above = math.hypot(self.log_high - self.log_estimate, other.log_estimate - other.log_low)
+        processes, rounds = min(self.processes, other.processes), min(self.rounds, other.rounds)
+        return Interval(log, log - below, log + above, processes, rounds)
+
 
 def log_step_ns(samples_ns: Sequence[Sequence[int]], layer_steps: int) -> Array:
     """Log of the nanoseconds of one layer step, ``[rounds]``. Samples of one round are averaged, none is dropped."""

@@ -60,7 +60,8 @@ NOTES = {
     "processes. A controlled drafter costs nothing and is accepted by chance, given that the drafts before were; all "
     "arms are then forced on one stream of tokens. request: state, ring and convolution of a request; requests in 100 "
     "GB: of these alone, without keys and values. Rows unmatched: those that accepted otherwise than with the other "
-    "arm, at near ties.",
+    "arm, at near ties. Arms that do not fit beside each other are run in pairs, each over the arm that is in its own "
+    "rounds; a remark says where a ratio was put together from two.",
     "devices": "Runs are cases in a process; their seconds hold compilation, checks, warm-up and rounds, not the start "
     "of the process.",
     "decode_speedups": "A step is the difference of two generations of whole models, over the tokens by which they "
@@ -106,6 +107,7 @@ def build(evidence: Evidence) -> dict[str, pd.DataFrame]:
     found, windows, models, drafted = (
         cells(r for r in evidence.records if r.experiment == experiment) for experiment in EXPERIMENTS
     )
+    drafted = speculative.joined(drafted)
     failures = [
         case_columns(r, labels) | _depth(r) | {"status": r.status, "message": one_line(r.message)}
         for r in evidence.failures

@@ -48,6 +48,67 @@ def test_arms_are_compared_by_their_tokens(tmp_path: Path) -> None:
     assert len(built["decode_speedups"]) == len(built["exclusions"]) == 0
 
 
+BESIDE_SNAPSHOTS = {"snapshots/triton": 2.0, "verify/triton": 1.0}
+BESIDE_PLAIN = {"replay/triton": 0.5, "verify/triton": 1.0}
+
+
+def in_pairs(**options: Any) -> list[list[Record]]:
+    """Arms that do not fit beside each other, in processes of their own; those of the second pair run at another
+    speed of the machine."""
+    plain = {"arms": BESIDE_PLAIN, "aa_arm": "replay/triton", "step_ns": 3e7 / 48}
+    return [*processes(arms=BESIDE_SNAPSHOTS, **options), *processes(**plain | options)]
+
+
+def test_arms_that_were_run_in_pairs_are_compared_within_each(tmp_path: Path) -> None:
+    built = tables.build(evidence(tmp_path, *in_pairs()))
+    table = built["speculative_throughput"]
+    assert list(table["arm"]) == ["replay/triton", "snapshots/triton", "verify/triton"]
+    plain, snapshots, verify = table.itertuples()
+    assert verify.over_snapshots == pytest.approx(2, rel=0.02)
+    assert verify.over_plain == pytest.approx(3.2 / 2, rel=0.02)
+    assert (verify.processes, verify.rounds, verify.verdict) == (3, 60, "FASTER")
+    assert len(verify.groups.split()) == 6
+    assert snapshots.over_plain == pytest.approx(3.2 / 4, rel=0.03)
+    assert snapshots.plain_low < snapshots.over_plain < snapshots.plain_high
+    assert snapshots.plain_high / snapshots.plain_low > verify.plain_high / verify.plain_low
+    assert "over plain by way of verify/triton, from two runs" in snapshots.remarks
+    assert "by way of" not in verify.remarks + plain.remarks
+    assert pd.isna(plain.over_snapshots)
+    beside = tables.build(evidence(tmp_path / "beside", *in_pairs(), *processes()))["speculative_throughput"]
+    assert len(beside) == 3
+    assert "by way of" not in "".join(beside["remarks"])
+
+
+def test_pairs_answer_the_claims_and_draw_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 512 snapshots do not fit: the largest batch at which both ran counts."""
+    large = {"batch": 512, "aa_arm": "verify/triton"}
+    lost = [speculative_group(arms=BESIDE_SNAPSHOTS, failed={"snapshots/triton": "oom"}, **large)]
+    several = [*in_pairs(), *in_pairs(batch=64), *lost, *processes(arms=BESIDE_PLAIN, **large)]
+    found = evidence(tmp_path, *several)
+    answers = evaluated(found)
+    for name in ("speculative-range", "throughput-doubled"):
+        assert "(nemotron_3_nano_4b, batch 256, T = 4, controlled drafts, 3.2 tokens a step)" in answers[name].ours
+        assert answers[name].differed.startswith("card: NVIDIA H200; weights: random, tokens forced; batch: 256")
+    assert answers["speculative-range"].verdict == rules.SUPPORTED
+    assert answers["no-snapshots"].verdict == rules.SUPPORTED
+    built = tables.build(found)
+    drawn: dict[str, pd.DataFrame] = {}
+    for name in ("with_drafts", "by_window", "requests"):
+        make = getattr(speculative_figures, name)
+        monkeypatch.setattr(
+            speculative_figures, name, lambda r, *rest, n=name, m=make: drawn.update({n: r}) or m(r, *rest)
+        )
+    paper = published.read(PAPER / "published.csv")
+    folder = tmp_path / "figures"
+    assert speculative_figures.draw(built["speculative_throughput"], built["failures"], paper, folder) == list(
+        speculative_figures.NAMES
+    )
+    points = {(r.kind, r.batch_size) for r in drawn["with_drafts"].itertuples()}
+    assert points == {("verify", 64), ("snapshots", 64), ("verify", 256), ("snapshots", 256), ("verify", 512)}
+    assert [*drawn["by_window"]["batch_size"]] == [64, 256]
+    assert {*drawn["requests"]["kind"]} == {"replay", "snapshots", "verify"}
+
+
 def test_a_verdict_is_no_surer_than_the_same_arm_timed_twice(tmp_path: Path) -> None:
     """Replay is twice as fast as snapshots here, and 4 % faster there."""
     near = {"replay/triton": 0.5, "snapshots/triton": 2.0, "verify/triton": 1.92}
@@ -133,6 +194,7 @@ def test_figures_show_ours_and_the_published(tmp_path: Path, monkeypatch: pytest
     assert {"Qwen3.5-122B", "Nemotron-3-Super-120B"} <= set(titles)
     plt.close(figure)
     assert "oom" in [text.get_text() for text in figure.axes[0].texts]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "64", "256", "512"]
     assert speculative_figures.draw(rows.iloc[:0], failures, paper, tmp_path / "none") == []
 
 
