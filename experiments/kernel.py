@@ -8,6 +8,10 @@
 
 With a window a step is that of speculative decoding: T tokens verified, some of them committed. The baseline then keeps
 a state behind every token of the window (arms ``snapshots/*``); replay rolls back by its cursor (arms ``verify/*``).
+An arm that runs only when named shows which part of the gain is due to writes that are left out:
+
+    python -m experiments.kernel -m device=cuda timing=gpu window=4 accepted=3 model=qwen3_5_122b batch_size=256 \\
+        'arms=[snapshots/triton,oracle/triton,verify/triton]'
 
 A job is a case. All its arms are checked against the float64 recurrence, timed together and interleaved, and checked
 again, once in each of timing.replicates fresh processes; on a GPU the cases of a sweep share them. Every arm appends
