@@ -196,6 +196,8 @@ def _window(config: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     longest = min(MAX_WINDOW, interval_length_from_config(config))
     window = integer(config, "window", 1, longest, "at most 16 tokens, and no longer than the interval; or null")
+    if config.get("accepted") is None:
+        raise ConfigError(f"window={window} needs accepted, tokens committed a step; accepted: accepted=1 to {window}")
     return window, integer(config, "accepted", 1, window, "tokens that are committed a step, of the window's")
 
 
