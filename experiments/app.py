@@ -44,13 +44,15 @@ from omegaconf.errors import (
 )
 
 from experiments.case import case_from_config
-from experiments.help_page import help_page, primary_configs
-from experiments.names import CONFIGS, with_model_named, with_timing_named
+from experiments.help_page import groups_of, help_page, primary_configs
+from experiments.names import CONFIGS, is_choice, with_model_named, with_timing_named
 from experiments.options import ConfigError, listed, refuse, shown
 
 VERSION_BASE = "1.3"
 NOBODY_READS = 141  # what a shell reports for a process that SIGPIPE ended
 NEVER_SWEPT = ("arms",)  # arms of one case are timed together; apart, their times could not be compared
+COMPARING = "accuracy, pg19 and layer_drift"
+"""Experiments whose arms are precisions."""
 
 Config = dict[str, Any]
 Task = Callable[[Config], int | None]
@@ -218,7 +220,7 @@ def _jobs(args: Any, config_name: str) -> Iterator[Config]:
         with hydra.initialize_config_dir(str(CONFIGS), version_base=VERSION_BASE, job_name=config_name):
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())
             overrides = parser.parse_overrides(args.overrides)
-            _refuse_choices(overrides, parser, folders)
+            _refuse_choices(overrides, parser, folders, config_name)
             first = hydra.compose(config_name, searched + _first(overrides), return_hydra_config=True)
             multirun = args.multirun or first.hydra.mode == RunMode.MULTIRUN
             if multirun and first.hydra.sweeper.get("params"):
@@ -262,8 +264,12 @@ def _refuse_sweeps(overrides: Sequence[Override], multirun: bool) -> None:
             )
 
 
-def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser, folders: Sequence[Path]) -> None:
-    """Hydra answers a choice that is no word with a traceback, and takes one with a slash for another group."""
+def _refuse_choices(
+    overrides: Sequence[Override], parser: OverridesParser, folders: Sequence[Path], config_name: str
+) -> None:
+    """Hydra answers a choice that is no word with a traceback, and takes one with a slash for another group. What is an
+    arm's file it would compose.
+    """
     for override in overrides:
         if not override.key_or_group:
             raise ConfigError(f"{override.input_line} names no option; accepted: option=value")
@@ -274,11 +280,21 @@ def _refuse_choices(overrides: Sequence[Override], parser: OverridesParser, fold
             value = parser.parse_override(f"{override.key_or_group}={text}").value()
             if not isinstance(value, str) or "/" in value:
                 raise ConfigError(_unknown_choice(override.key_or_group, text, folders))
+            files = [folder / override.key_or_group / f"{value}.yaml" for folder in folders]
+            if any(f.exists() and not is_choice(f) for f in files):
+                accepted = f"arms=[{value}]"
+                if override.key_or_group in groups_of(CONFIGS, config_name):
+                    accepted = f"{_choices(override.key_or_group, value, folders)}; or {accepted} there"
+                raise refuse(override.key_or_group, value, accepted, f"is an arm of {COMPARING}")
 
 
 def _unknown_choice(group: str, written: str, folders: Sequence[Path]) -> str:
-    known = sorted({f.stem for folder in folders for f in (folder / group).glob("*.yaml")})
-    return f"{group}={written} is unknown; accepted: one of {listed(known, written)}"
+    return f"{group}={written} is unknown; accepted: one of {_choices(group, written, folders)}"
+
+
+def _choices(group: str, written: str, folders: Sequence[Path]) -> str:
+    files = [f for folder in folders for f in (folder / group).glob("*.yaml")]
+    return listed(sorted({f.stem for f in files if is_choice(f)}), written)
 
 
 def _unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path]) -> str:
@@ -370,7 +386,8 @@ def describe(error: Exception, overrides: Sequence[Override], folders: Sequence[
         if error.options is None:
             group, choices = "--config-name", primary_configs(CONFIGS)
         else:
-            choices = sorted(error.options)
+            files = [folder / group / f"{choice}.yaml" for folder in folders for choice in error.options]
+            choices = sorted({*error.options} - {f.stem for f in files if f.exists() and not is_choice(f)})
         return f"{group}={shown(name)} is unknown; accepted: {listed(choices, name)}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} is missing; accepted: {key}=VALUE"

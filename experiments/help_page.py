@@ -6,6 +6,8 @@ import re
 import textwrap
 from pathlib import Path
 
+from experiments.names import is_choice
+
 OPTION = re.compile(r"^(?P<name>\w+): (?P<value>.*?)(?:  # (?P<note>.*))?$")
 DEFAULT = re.compile(r"^  - (?P<group>\w+): (?P<choice>\w+)$")
 FOOTER = """\
@@ -23,15 +25,23 @@ def primary_configs(configs: Path) -> list[str]:
     return sorted(f.stem for f in configs.glob("*.yaml") if "\ndefaults:\n  - quiet\n" in f.read_text(encoding="utf-8"))
 
 
+def groups_of(configs: Path, config_name: str) -> dict[str, str]:
+    """The groups of a primary config in ``configs``, with their defaults; none of one that lies elsewhere."""
+    file = configs / f"{config_name}.yaml"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {m["group"]: m["choice"] for m in map(DEFAULT.match, lines) if m}
+
+
 def help_page(configs: Path, config_name: str, about: str) -> str:
     """The page for the primary config ``config_name`` in ``configs``, under the text ``about``."""
     lines = (configs / f"{config_name}.yaml").read_text(encoding="utf-8").splitlines()
-    groups = {m["group"]: m["choice"] for m in map(DEFAULT.match, lines) if m}
+    groups = groups_of(configs, config_name)
     lines += _experiment(configs, groups)
     options = [m for m in map(OPTION.match, lines) if m and m["name"] != "experiment"]
     page = [about.strip(), "", "Groups, as group=choice (the first is the default):"]
     for group, default in groups.items():
-        others = sorted(f.stem for f in (configs / group).glob("*.yaml") if f.stem != default)
+        files = [f for f in (configs / group).glob("*.yaml") if is_choice(f)]
+        others = sorted(f.stem for f in files if f.stem != default)
         choices = textwrap.wrap(", ".join([default, *others]), 100)
         page += [f"  {group if i == 0 else '':<12}{line}" for i, line in enumerate(choices)]
     page += ["", "Options, as option=value, with their defaults:"]

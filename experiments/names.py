@@ -51,6 +51,13 @@ def _named(name: str, published: Mapping[str, Any], now: Mapping[str, Any]) -> s
     return "+".join([name, *changed])
 
 
+def is_choice(file: Path) -> bool:
+    """Whether a file of a group can be chosen for it. Those of ``configs/precision`` with an ``update`` are the arms of
+    experiments that compare precisions; the group's are those of timing experiments.
+    """
+    return file.parent.name != "precision" or b"\nupdate:" not in file.read_bytes()
+
+
 @functools.cache
 def _file(group: str, name: str) -> Mapping[str, Any] | None:
     """What the file of that name holds; None for a name that has none."""

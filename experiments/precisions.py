@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.names import CONFIGS
+from experiments.names import CONFIGS, is_choice
 from experiments.options import ConfigError, listed, refuse
 from replayssm.geometry import MAX_INTERVAL_LENGTH
 from replayssm.precision import Precision
@@ -34,7 +34,7 @@ class PrecisionArm:
 def names() -> tuple[str, ...]:
     """All precisions that are arms, in alphabetical order."""
     files = sorted((CONFIGS / "precision").glob("*.yaml"))
-    return tuple(file.stem for file in files if b"\nupdate:" in file.read_bytes())
+    return tuple(file.stem for file in files if not is_choice(file))
 
 
 @functools.cache

@@ -154,7 +154,10 @@ BAD_TOO = {
     "-m --cfg job": ["--cfg --multirun", "one of"],
     "=3": ["=3 names no option", "option=value"],
     "-m batch_size=1 +=3,4": ["+=3,4 names no option", "option=value"],
-    "precision=shared_nvfp5": ["precision=shared_nvfp5", "accepted: shared_nvfp4, ", " others, see --help"],
+    "precision=shared_nvfp5": ["precision=shared_nvfp5 is unknown", ": bf16_bf16, fp16_bf16, fp32_bf16, fp32_fp32"],
+    "precision=shared_nvfp4": ["precision=shared_nvfp4 is an arm of accuracy, pg", "fp32_fp32; or arms=[shared_n"],
+    "-m precision=fp32_bf16,shared_nvfp4": ["precision=shared_nvfp4 is an arm of", "accepted: bf16_bf16, fp16_bf16, "],
+    "--config-name=pg19 precision=shared_nvfp4": ["precision=shared_nvfp4 is an arm", "accepted: arms=[shared_nvfp4]"],
 }
 UNWRITABLE = ("hydra.run.dir={}", "-m batch_size=1,2 hydra.sweep.dir={}", "-m hydra.sweep.dir={} hydra/launcher=basic")
 BAD_TRAFFIC = {
@@ -370,6 +373,7 @@ def test_help_tells_what_it_does_its_groups_and_its_options(folder: Path) -> Non
     assert done.out.startswith("Shows what the wrapper does.")
     for words in ("example of use", "qwen3_5_4b", "kimi_k3", "smoke", "batch_size=64", "arms=[", "-m "):
         assert words in done.out
+    assert "  precision   fp32_bf16, bf16_bf16, fp16_bf16, fp32_fp32\n" in done.out, "no arms among them"
 
 
 def test_cfg_prints_the_composed_config(folder: Path) -> None:
