@@ -26,7 +26,7 @@ from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, choice, flag, get, integer, listed, number, only, refuse, text
 from experiments.precisions import named, names
-from experiments.weights import FOLDER, weights_folder
+from experiments.weights import refuse_incomplete, weights_folder
 from replayssm.arms import ARMS
 
 OPTIONS = (
@@ -160,11 +160,7 @@ def digest(folder: Path) -> str:
 
 def _folder(config: Mapping[str, Any]) -> Path:
     folder = weights_folder(config)
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise refuse("model.path", config["model"]["path"], FOLDER, f"lacks {name}")
-    if not any(folder.glob("*.safetensors")):
-        raise refuse("model.path", config["model"]["path"], FOLDER, "holds no safetensors")
+    refuse_incomplete("model.path", config["model"]["path"], folder, "config.json", "tokenizer.json")
     return folder
 
 

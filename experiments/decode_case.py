@@ -21,7 +21,7 @@ from experiments.case import (
 )
 from experiments.measure import nvidia
 from experiments.options import ConfigError, get, integer, only, refuse, text
-from experiments.weights import digest
+from experiments.weights import digest, refuse_incomplete
 from replayssm.arms import ARMS
 from replayssm.geometry import Geometry
 
@@ -107,7 +107,8 @@ def model_config(case: DecodeCase) -> Any:
     try:
         whole = config_from_geometry(case.architecture) if case.weights == RANDOM else config_from_folder(case.weights)
     except ModelError as error:
-        raise ConfigError(f"model={case.model}: {error}") from None
+        of = f"model={case.model}" if case.weights == RANDOM else f"weights={case.weights}"
+        raise ConfigError(f"{of}: {error}") from None
     if not case.blocks:
         return whole
     if case.weights != RANDOM:
@@ -135,9 +136,10 @@ def _model(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if folder == RANDOM:
         name, geometry = model_from_config(config)
         return {"model": name, "geometry": geometry, "architecture": dict(config["model"])}
-    path = Path(folder)
+    path, accepted = Path(folder), "random, or a folder with config.json and safetensors"
     if not path.is_dir():
-        raise refuse("weights", folder, "random, or a folder with config.json and safetensors", "is no folder")
+        raise refuse("weights", folder, accepted, "is no folder")
+    refuse_incomplete("weights", folder, path, "config.json", accepted=accepted)
     return {"model": path.resolve().name, "geometry": Geometry("mamba2", 1, 1, 1, 1), "weights_digest": digest(path)}
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, LineParser, choice, integer, number, refuse
-from experiments.weights import FOLDER
+from experiments.weights import FOLDER, refuse_incomplete
 from replayssm.arms import ARMS
 
 if TYPE_CHECKING:
@@ -75,10 +75,8 @@ def main() -> int:
 def check(options: argparse.Namespace) -> None:
     """Raises ``ConfigError`` on what can be seen to be wrong without PyTorch."""
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder} is no folder; accepted: {FOLDER}")
-    for name in ("config.json", "tokenizer.json"):
-        if not (options.folder / name).is_file():
-            raise ConfigError(f"{options.folder} lacks {name}; accepted: {FOLDER}")
+        raise refuse("folder", str(options.folder), FOLDER, "is no folder")
+    refuse_incomplete("folder", str(options.folder), options.folder, "config.json", "tokenizer.json")
     given = vars(options)
     if not options.prompt:
         raise refuse("prompt", options.prompt, "a text")
@@ -108,7 +106,7 @@ def generated(options: argparse.Namespace) -> Iterator[str]:
         engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + options.tokens)
         tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])
     except ModelError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"folder={options.folder}: {error}") from None
     yield options.prompt
     yield from text_of((token.token for token in tokens if token.token not in end), tokenizer)
 

@@ -23,7 +23,7 @@ from experiments.case import (
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, choice, get, integer, only, refuse, text
 from experiments.precisions import PrecisionArm, named
-from experiments.weights import digest, weights_folder
+from experiments.weights import digest, refuse_incomplete, weights_folder
 
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
@@ -70,6 +70,7 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
     """Check the whole config, arms and run options too, and build the case. Raises ``ConfigError``."""
     only(config, OPTIONS)
     folder = weights_folder(config)
+    refuse_incomplete("model.path", config["model"]["path"], folder, "config.json", "tokenizer.json")
     source = text(config, "documents", "books, hub, or a folder of .txt or .parquet files")
     case = DriftCase(
         experiment=choice(config, "experiment", ["pg19"]),
@@ -89,7 +90,7 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
     arms_from_config(config, case)
     integer(config, "checkpoint_tokens", 1)
     check_run_options(config)
-    case = dataclasses.replace(case, family=_family(folder))  # imports torch
+    case = dataclasses.replace(case, family=_family(folder, config["model"]["path"]))  # imports torch
     arms_from_config(config, case)
     return case
 
@@ -112,10 +113,10 @@ def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[Precis
     return tuple(found)
 
 
-def _family(folder: Path) -> str:
+def _family(folder: Path, asked: str) -> str:
     from replayssm.models import ModelError, config_from_folder, empty_model
 
     try:
         return empty_model(config_from_folder(folder), device="meta").geometry.family
     except ModelError as error:
-        raise ConfigError(f"model.path={folder}: {error}") from None
+        raise ConfigError(f"model.path={asked}: {error}") from None

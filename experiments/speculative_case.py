@@ -16,7 +16,7 @@ from experiments.case import OPTIONS, arms_from_config, check_run_options, choic
 from experiments.decode_case import RANDOM, DecodeCase, decode_fields, model_config, with_geometry
 from experiments.measure import nvidia
 from experiments.options import ConfigError, get, integer, number, only, refuse, text
-from experiments.weights import digest
+from experiments.weights import digest, refuse_incomplete
 from replayssm.arms import ARMS as DECODE_ARMS
 from replayssm.arms import MAX_WINDOW, WINDOW_ARMS
 
@@ -115,6 +115,7 @@ def _draft_model(config: Mapping[str, Any], drafter: str) -> dict[str, str]:
     path = Path(text(config, "draft_weights", folder))
     if not path.is_dir():
         raise refuse("draft_weights", str(path), folder, "is no folder")
+    refuse_incomplete("draft_weights", str(path), path, "config.json", accepted=folder)
     return {"draft_weights": str(path.resolve()), "draft_digest": digest(path)}
 
 
@@ -163,10 +164,10 @@ def _refuse_other_vocabulary(case: SpeculativeCase) -> None:
     from replayssm.models import ModelError, config_from_folder
 
     try:
-        drafts, own = config_from_folder(case.draft_weights).vocab_size, model_config(case).vocab_size
+        drafts = config_from_folder(case.draft_weights).vocab_size
     except ModelError as error:
-        raise ConfigError(f"drafter={DRAFT_MODEL}: {error}") from None
-    if drafts != own:
+        raise ConfigError(f"draft_weights={case.draft_weights}: {error}") from None
+    if drafts != (own := model_config(case).vocab_size):
         accepted = f"a model of {own}, as weights={case.weights} has"
         raise refuse("draft_weights", case.draft_weights, accepted, f"is a model of {drafts} tokens")
 

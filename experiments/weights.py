@@ -29,6 +29,15 @@ def weights_folder(config: Mapping[str, Any]) -> Path:
     return folder.resolve()
 
 
+def refuse_incomplete(option: str, asked: str, folder: Path, *names: str, accepted: str = FOLDER) -> None:
+    """Raises ``ConfigError`` for the option as it was typed, where ``folder`` lacks one of ``names`` or weights."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise refuse(option, asked, accepted, f"lacks {name}")
+    if not any(folder.glob("*.safetensors")):
+        raise refuse(option, asked, accepted, "holds no safetensors")
+
+
 def digest(folder: Path) -> str:
     """16 hex digits over configuration and weights; where these are large, over the header and size of each file."""
     files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])

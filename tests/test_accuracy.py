@@ -195,6 +195,7 @@ def test_data_out_of_reach_and_unknown_tasks_are_said_in_a_line(monkeypatch: pyt
     ("override", "line"),
     [
         ("model.path=/nowhere", "model.path=/nowhere is no folder; accepted: a Hugging Face folder with config.json"),
+        ("model.path=/dev", "model.path=/dev lacks config.json; accepted: a Hugging Face folder with config.json"),
         ("model=nemotron_3_nano_4b", "model=nemotron_3_nano_4b ships no weights; accepted: model.path=a Hugging Face"),
         ("arms=[shared_fp32,nvfp4]", "arms=nvfp4 has no such precision; accepted: shared_nvfp4, "),
         ("arms=[damaged,damaged]", "arms=damaged is repeated; accepted: each arm once"),

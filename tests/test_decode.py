@@ -215,6 +215,7 @@ def test_whole_periods_keep_the_shares_of_kinds() -> None:
         (["steps=7"], "steps=7 is impossible; accepted: a multiple of interval_length=3, whole flush cycles"),
         (["context=0"], "context=0 is impossible; accepted: an integer from 1 to"),
         (["weights=/nowhere"], "weights=/nowhere is no folder; accepted: random, or a folder with config.json"),
+        (["weights=/dev"], "weights=/dev lacks config.json; accepted: random, or a folder with config.json and safet"),
         (["blocks=3"], "blocks=3 is impossible; accepted: null"),
         (["arms=[stored/vllm]"], "arms=stored/vllm has no such arm; accepted: a list of replay/cpu, replay/torch, st"),
         (["model=kimi_linear_48b"], "model=kimi_linear_48b: model kimi_linear_48b is not implemented; accepted: Nemo"),
@@ -228,6 +229,17 @@ def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
         case_from_config(to_plain(hydra.compose("decode", [*base, *options])))
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_refused_by_its_option(tmp_path: Path) -> None:
+    """Without weights, and with a configuration that no model has."""
+    asked = to_plain(hydra.compose("decode", [f"weights={tmp_path}", *OPTIONS.split()]))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"^weights={tmp_path} holds no safetensors; accepted: random, or a folder"):
+        case_from_config(asked)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=rf"^weights={tmp_path}: .*model_type=None is unknown; accepted: nemotron_h"):
+        case_from_config(asked)
 
 
 def test_a_dry_run_says_what_memory_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

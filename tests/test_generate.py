@@ -50,7 +50,8 @@ def test_characters_are_shown_whole() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["/nowhere"], "/nowhere is no folder; accepted: a Hugging Face folder with config.json, tok"),
+        (["/nowhere"], "folder=/nowhere is no folder; accepted: a Hugging Face folder with config.json, tok"),
+        (["/dev"], "folder=/dev lacks config.json; accepted: a Hugging Face folder with config.json, tok"),
         (["--arm", "stored/vllm"], "arm=stored/vllm is unknown; accepted: stored/torch"),
         (["--tokens", "0"], "tokens=0 is impossible; accepted: an integer of at least 1"),
         (["--temperature", "-1"], "temperature=-1.0 is impossible; accepted: a number of at least 0"),

@@ -284,7 +284,8 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
         (["drafter=draft_model"], "drafter=draft_model needs weights of its own; accepted: draft_weights=a folder"),
         (["draft_weights=/nowhere"], "draft_weights=/nowhere is impossible; accepted: null, or drafter=draft_model"),
         (["drafter=draft_model", "draft_weights=/nowhere"], "draft_weights=/nowhere is no folder; accepted: a folder"),
-        ([f"weights={MODELS}", "drafter=ngram"], f"weights={MODELS} lacks tokenizer.json; accepted: a folder with one"),
+        ([f"weights={MODELS}"], f"weights={MODELS} lacks config.json; accepted: random, or a folder"),
+        (["drafter=draft_model", "draft_weights=/dev"], "draft_weights=/dev lacks config.json; accepted: a folder"),
         (["weights=/nowhere"], "weights=/nowhere is no folder; accepted: random, or a folder"),
         (
             ["arms=[stored/torch]"],
@@ -308,8 +309,12 @@ def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
 def test_a_draft_model_is_read_before_anything_runs(tmp_path: Path) -> None:
     """Its configuration is there and has the vocabulary of the model."""
     drafted = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=draft_model", f"draft_weights={tmp_path}")
-    with pytest.raises(ConfigError, match=r"^drafter=draft_model: \S+config.json cannot be read .*; accepted: a Hug"):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=rf"^draft_weights={tmp_path}: \S+config.json: model_type=None is unknown"):
         case(None, *drafted)
+    with pytest.raises(ConfigError, match=rf"^weights={tmp_path} lacks tokenizer.json; accepted: a folder with one"):
+        case(None, f"weights={tmp_path}", "drafter=ngram")
     other = json.loads((MODELS / "tiny-nemotron-h" / "config.json").read_text()) | {"vocab_size": 99}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"^draft_weights=\S+ is a model of 99 tokens; accepted: a model of \d+, as"):
