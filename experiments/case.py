@@ -5,8 +5,9 @@ line that names the option, its value and what is accepted. Standard library onl
 part of it: they are checked here against the files of ``experiments/arms``, which are looked at but not imported.
 
 An arm ``a/b-c`` is the file ``experiments/arms/a_b_c.py``. It may declare in module-level literals the devices that it
-runs on, ``DEVICES = ("cuda",)``, and the state formats that it can hold, ``STATE_FORMATS = ("fp32", "fp16")``; one that
-declares none runs on cpu and holds fp32. Arms of the kinds `WINDOW_KINDS` are those of a case with a window.
+runs on, ``DEVICES = ("cuda",)``, the state formats that it can hold, ``STATE_FORMATS = ("fp32", "fp16")``, and the
+families that it has kernels of, ``FAMILIES = ("gdn",)``; one that declares none runs on cpu, holds fp32 and has all
+families. Arms of the kinds `WINDOW_KINDS` are those of a case with a window.
 """
 
 from __future__ import annotations
@@ -241,15 +242,17 @@ def models_with_geometry() -> list[str]:
 def arms_from_config(
     config: Mapping[str, Any], of: Collection[str] | None = None, mixed: bool = False
 ) -> tuple[str, ...]:
-    """The arms to run, in the order given; each exists, none twice, and each runs on ``device`` and can hold
-    ``precision.state``. ``default`` are all such arms but ablations, stored ones first. An experiment that cannot run
-    every arm names those ``of`` which it can; ``mixed``, one that runs those of windows and others together.
+    """The arms to run, in the order given; each exists, none twice, and each runs on ``device``, can hold
+    ``precision.state`` and has kernels of the model's family. ``default`` are all such arms but ablations, stored ones
+    first. An experiment of whole models names those ``of`` which its engine has, for every family; ``mixed``, one that
+    runs those of windows and others together.
     """
     device, state = choice(config, "device", DEVICES), choice(config, "precision.state", list(FORMATS))
     windowed = config.get("window") is not None
     known = known_arms() if of is None else tuple(arm for arm in known_arms() if arm in of)
     known = tuple(arm for arm in known if mixed or of_windows(arm) == windowed)
-    here = [arm for arm in known if device in devices(arm)]
+    family = choice(config, "model.family", FAMILIES) if of is None else None
+    here = [arm for arm in known if device in devices(arm) and family in (None, *families(arm))]
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
     if arms == DEFAULT_ARMS:
@@ -270,6 +273,8 @@ def arms_from_config(
             raise refuse("arms", arm, "each arm once", "is repeated")
         if device not in devices(arm):
             raise refuse("arms", arm, example, f"runs on {', '.join(devices(arm))}, not on {device=!s}")
+        if arm not in here:
+            raise refuse("arms", arm, example, f"has kernels of {', '.join(families(arm))}, not of {family}")
         held = state_formats(arm)
         if state not in held:
             raise refuse("precision.state", state, ", ".join(held), f"cannot be held by arm {arm}")
@@ -294,6 +299,18 @@ def state_formats(arm: str) -> tuple[str, ...]:
 def devices(arm: str) -> tuple[str, ...]:
     """The devices that an arm's file declares in ``DEVICES``, read without importing it."""
     return _declared_in(ARMS / arm_file(arm).name, "DEVICES") or ("cpu",)
+
+
+def families(arm: str) -> tuple[str, ...]:
+    """The families that an arm's file declares in ``FAMILIES``, read without importing it."""
+    return _declared_in(ARMS / arm_file(arm).name, "FAMILIES") or FAMILIES
+
+
+def without_kernels(case: Case) -> tuple[str, ...]:
+    """Arms of the case's device that ``default`` leaves out, since they have no kernels of its family."""
+    windowed = isinstance(case, WindowCase)
+    there = [arm for arm in known_arms() if of_windows(arm) == windowed and case.device in devices(arm)]
+    return tuple(arm for arm in there if case.geometry.family not in families(arm))
 
 
 @functools.cache  # a sweep asks once a case

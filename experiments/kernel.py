@@ -25,7 +25,7 @@ from typing import Any
 
 from experiments import jobs
 from experiments.app import run
-from experiments.case import Case, WindowCase, arms_from_config, case_from_config, case_hash
+from experiments.case import Case, WindowCase, arms_from_config, case_from_config, case_hash, without_kernels
 from experiments.measure import provenance, runner
 from replayssm import traffic
 
@@ -86,12 +86,14 @@ def dry_run_line(case: Case, arms: tuple[str, ...]) -> str:
     arms_s = sample_s * (2 + sum(4 if arm.endswith("/torch") else 1 for arm in arms))
     setup_s = GPU_SETUP_S["case"] + GPU_SETUP_S["arm"] * len(arms) if case.device == "cuda" else 0.0
     total_s = case.timing.replicates * (setup_s + (case.timing.rounds + 5) * arms_s)
+    lacking = ", ".join(without_kernels(case))
     return (
         f"{case_hash(case)}  {label(case)}: {'snapshots' if windows else 'stored'} "
         f"{plain.total_bytes / 1e6:.1f} MB a step, replay "
         f"{replay.total_bytes / 1e6:.1f} MB; floor {plain.floor_ns(rate, rate) / 1e3:.0f} and "
         f"{replay.floor_ns(rate, rate) / 1e3:.0f} us at an assumed {rate / 1e9:.0f} GB/s; {copies} copies; "
         f"{len(arms)} arms x {case.timing.replicates} replicates, about {total_s:.0f} s"
+        + (f"; no kernels of {case.geometry.family} have {lacking}" if lacking else "")
     )
 
 

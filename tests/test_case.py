@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import experiments.case as case_module
+from experiments import kernel
 from experiments.case import arms_from_config, case_from_config, case_hash, known_arms
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
@@ -221,6 +222,22 @@ def test_default_arms_are_those_of_the_device_that_hold_the_state() -> None:
     assert default() == ("stored/slow", "replay/very-fast")
     assert default(precision_state="fp16") == ("replay/half", "replay/very-fast")
     assert default(device="cuda", precision_state="bf16") == default(device="cuda") == ("stored/card",)
+
+
+def test_arms_without_kernels_of_the_family_are_left_out_and_refused() -> None:
+    (case_module.ARMS / "verify_two.py").write_text("FAMILIES = ('mamba2', 'gdn')\n")
+    (case_module.ARMS / "verify_all.py").touch()
+    windows = {"window": 4, "accepted": 2, "model.ssm.groups": 8, "arms": "default"}
+    for family, arms in {"gdn": ("verify/all", "verify/two"), "kda": ("verify/all",)}.items():
+        config = changed(windows | {"model.family": family})
+        assert arms_from_config(config) == arms
+        case = case_from_config(config)
+        assert set(case_module.without_kernels(case)) == {"verify/all", "verify/two"} - set(arms)
+        assert ("; no kernels of kda have verify/two" in kernel.dry_run_line(case, arms)) == (family == "kda")
+    asked = changed(windows | {"model.family": "kda", "arms": ["verify/two"]})
+    told = r"^arms=verify/two has kernels of mamba2, gdn, not of kda; accepted: a list of verify/all$"
+    with pytest.raises(ConfigError, match=told):
+        arms_from_config(asked)
 
 
 def test_threads_mean_nothing_on_a_gpu() -> None:

@@ -26,6 +26,7 @@ from replayssm.cache import ReplayCache
 from replayssm.geometry import Geometry
 from replayssm.kernels.cpu.snapshots import snapshots_step
 from replayssm.kernels.cpu.verify import verify_step
+from replayssm.kernels.cpu.window import FAMILIES as WITH_WINDOWS
 from replayssm.recurrence import FAMILIES
 
 GEOMETRIES = {
@@ -207,6 +208,7 @@ def test_arms_pass_the_gates(family: str) -> None:
     shared = ("window", "test", Geometry(family, 2, 1, 16, 16), 3, 7, "staggered", Precision("fp32", "bf16"), "cpu", 1)
     case = WindowCase(*shared, 3, timing, window=3, accepted=2)
     for arm in (verify_cpu, snapshots_cpu):
+        assert arm.FAMILIES == WITH_WINDOWS
         assert arm.unsupported(case) is None
         layers = arm.prepare(case, 2)
         for cycles, moment in ((0, "before"), (2, "after")):

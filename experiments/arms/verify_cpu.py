@@ -7,8 +7,10 @@ from typing import Any
 from experiments.case import WindowCase
 from experiments.measure.window_layers import VerifyLayers
 from replayssm.kernels.cpu import verify
-from replayssm.kernels.cpu.window import FAMILIES
 from replayssm.traffic import Ring, Traffic, replay
+
+FAMILIES = ("mamba2", "gdn")
+"""Those with CPU kernels of windows."""
 
 
 def unsupported(case: WindowCase) -> str | None:
