@@ -56,7 +56,7 @@ def outcome_lines(case: DecodeCase, replicate: int, outcome: runner.Outcome) -> 
 
 def dry_run_line(case: DecodeCase, arms: tuple[str, ...]) -> str:
     """The case with the memory that it needs."""
-    from experiments.measure.decode_worker import needed_bytes, predicted
+    from experiments.measure.decode_memory import needed_bytes, predicted
 
     memory = predicted(case, arms)
     parts = ", ".join(f"{arm} cache {(m.keys_values + m.conv + m.states) / 2**30:.2f}" for arm, m in memory.items())

@@ -53,7 +53,7 @@ def outcome_lines(case: SpeculativeCase, replicate: int, outcome: runner.Outcome
 
 def dry_run_line(case: SpeculativeCase, arms: tuple[str, ...]) -> str:
     """The case with the memory that it needs, and how many requests' states fit in 100 GB."""
-    from experiments.measure.decode_worker import needed_bytes, predicted
+    from experiments.measure.decode_memory import needed_bytes, predicted
     from experiments.measure.speculation import STATE_BYTES
 
     memory = predicted(case, arms)

@@ -16,7 +16,7 @@ from test_decode import TINY
 
 from experiments import prompts, speculative
 from experiments.app import CONFIGS, to_plain
-from experiments.measure import decode_worker
+from experiments.measure import decode_memory, decode_worker
 from experiments.measure.assemble import Group, case_from_dict
 from experiments.measure.record import Record
 from experiments.measure.session import Session
@@ -169,7 +169,7 @@ def test_a_generation_that_was_timed_is_that_of_its_trace(monkeypatch: pytest.Mo
 def test_tokens_are_counted_of_what_was_timed() -> None:
     """Both generations begin with the same L steps, which the difference of their times leaves out."""
     of, arm = case("gdn"), decode_worker.Arm("verify/torch")
-    memory = decode_worker.predicted(of, (arm.name,))[arm.name]
+    memory = decode_memory.predicted(of, (arm.name,))[arm.name]
     counts = [1] * of.interval_length + [3] * (of.steps - 1) + [2]
     arm.accepted = torch.tensor(counts)[:, None].expand(-1, of.batch_size)
     found = speculation(arm, of, memory, 8.5)
@@ -211,10 +211,10 @@ def test_arms_of_windows_must_accept_alike(lead: float, statuses: list[str]) -> 
 def test_arms_that_cannot_fit_are_left_out() -> None:
     """Without drafts first, since the arms of windows are compared; snapshots where these do not fit either."""
     of, names = case("gdn"), ("replay/torch", "snapshots/torch", "verify/torch")
-    memory = decode_worker.predicted(of, names)
+    memory = decode_memory.predicted(of, names)
 
     def needed(*kinds: str) -> int:
-        return decode_worker.needed_bytes({arm: memory[arm] for arm in names if arm.startswith(kinds)})
+        return decode_memory.needed_bytes({arm: memory[arm] for arm in names if arm.startswith(kinds)})
 
     rooms = {
         needed("replay", "snapshots", "verify"): ["ok", "ok", "ok"],
@@ -226,7 +226,7 @@ def test_arms_that_cannot_fit_are_left_out() -> None:
     assert sorted(rooms, reverse=True) == list(rooms), "each holds more than the next"
     for room, statuses in rooms.items():
         arms = [decode_worker.Arm(name) for name in names]
-        decode_worker._drop(arms, of, memory, room, room)
+        decode_memory.drop(arms, of, memory, room, room)
         assert [arm.status for arm in arms] == statuses
         assert all(arm.message.endswith("GiB free; not tried") for arm in arms if arm.status == "oom")
 
@@ -235,8 +235,8 @@ def test_a_draft_model_takes_memory_too() -> None:
     """Its weights with all arms; what it keeps of requests, its checkpoints at least, with those that draft."""
     model, drafts = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=draft_model"), MODELS / "tiny-nemotron-h"
     arms = ("replay/torch", "verify/torch")
-    with_drafts = decode_worker.predicted(case(None, *model, f"draft_weights={drafts}"), arms)
-    without = decode_worker.predicted(case(None, model[0], "drafter=ngram"), arms)
+    with_drafts = decode_memory.predicted(case(None, *model, f"draft_weights={drafts}"), arms)
+    without = decode_memory.predicted(case(None, model[0], "drafter=ngram"), arms)
     of = load_model(drafts, dtype=torch.float32)
     weights = sum(p.nbytes for p in of.parameters())
     assert all(with_drafts[arm].weights == without[arm].weights + weights for arm in arms)

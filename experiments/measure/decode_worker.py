@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import gc
 import importlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
 
-from experiments.case import of_windows
-from experiments.decode_case import RANDOM, DecodeCase, model_config
-from experiments.inputs import DTYPES
+from experiments.decode_case import RANDOM, DecodeCase
 from experiments.measure import devices
 from experiments.measure.assemble import Group, order_seed
 from experiments.measure.beside_states import bytes_between, products
+from experiments.measure.decode_memory import MEMORY_SHARE, drop, predicted
 from experiments.measure.failures import LostError, fail, status_of, told
 from experiments.measure.record import Correctness, Record
 from experiments.measure.runner import FALLBACK_CACHE_BYTES, PROBE_BYTES
@@ -34,16 +33,10 @@ from experiments.measure.timing import RaisedError, interleave, warm_up
 from experiments.measure.window_session import WindowSession, window_trace
 from experiments.measure.worker import AGAIN, fastest_probe
 from experiments.speculative_case import SpeculativeCase
-from replayssm.engine import Memory, predict_memory
-from replayssm.models import Decoder, config_from_folder
+from replayssm.engine import Memory
+from replayssm.models import Decoder
 
-MEMORY_SHARE = 0.9
-"""Of the memory that is free; a case that is predicted to need more is ``oom`` without being tried."""
-LEFT_OUT = (("replay",), ("snapshots",), ("replay", "snapshots"))
-"""Kinds of arms without which others may fit, tried in this order."""
 TRACED_CYCLES = 4
-TRACED_LOGITS = 2
-"""What a trace holds of a step's logits beside them, in float32, as a share of what the step is predicted to take."""
 PRODUCTS = "products"
 FORCED = f"random, all arms forced on one stream of tokens; keys and values beyond token {CHUNK} random"
 FORCED_TOO, GREEDY = "checkpoint, all arms forced on one stream of tokens", "checkpoint, greedy"
@@ -91,36 +84,6 @@ def run_group(group: Group) -> list[Record]:
         return [_failure(arm, group) for arm in arms]
 
 
-def predicted(case: DecodeCase, arms: tuple[str, ...]) -> dict[str, Memory]:
-    """What each arm needs; the weights are one and the same. A draft model's are among them, and what it keeps of its
-    own counts as memory of the steps that ask it."""
-    sizes: dict[str, Any] = {"slots": case.batch_size, "chunk": CHUNK, "prompt_rows": 1}
-    sizes |= {"interval_length": case.interval_length, "dtype": DTYPES[case.precision.inputs], "head": case.head}
-    config, state_dtype = model_config(case), DTYPES[case.precision.state]
-    window = case.window if isinstance(case, SpeculativeCase) else None
-    sizes["sampled"] = window is None
-    found = {}
-    for arm in arms:
-        own = window if of_windows(arm) else None
-        capacity = case.capacity(own)
-        found[arm] = predict_memory(config, arm, state_dtype=state_dtype, window=own, capacity=capacity, **sizes)
-    if isinstance(case, SpeculativeCase) and case.draft_weights:
-        drafting = config_from_folder(case.draft_weights)
-        drafts = predict_memory(drafting, "verify/torch", window=window, capacity=case.capacity(window), **sizes)
-        kept = drafts.keys_values + drafts.conv + drafts.states + drafts.steps
-        for arm, memory in found.items():
-            steps = memory.steps + (kept if of_windows(arm) else 0)
-            found[arm] = replace(memory, weights=memory.weights + drafts.weights, steps=steps)
-    return found
-
-
-def needed_bytes(memory: dict[str, Memory]) -> int:
-    """Of all arms together, and of the trace of one."""
-    shared = max(m.weights for m in memory.values()) + max(m.prompts for m in memory.values())
-    traced = TRACED_LOGITS * max(m.steps for m in memory.values())
-    return shared + traced + sum(m.keys_values + m.conv + m.states + m.steps for m in memory.values())
-
-
 def _run(group: Group, arms: list[Arm]) -> list[Record]:
     case, device = group.case, devices.of(group.case)
     assert isinstance(case, DecodeCase)
@@ -131,7 +94,7 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
     group.device = device.describe()
     memory, free = predicted(case, group.arms), device.free_bytes()
     if free is not None:
-        _drop(arms, case, memory, MEMORY_SHARE * free - _probe_bytes(group), free)
+        drop(arms, case, memory, MEMORY_SHARE * free - _probe_bytes(group), free)
     if all(arm.status == "oom" for arm in arms):
         return [_failure(arm, group, memory[arm.name]) for arm in arms]
     try:
@@ -155,24 +118,6 @@ def _run(group: Group, arms: list[Arm]) -> list[Record]:
         "bytes_between": bytes_between(case, model),
     }
     return [_record(arm, group, arms, memory[arm.name], used, timed, told_once) for arm in arms]
-
-
-def _drop(arms: list[Arm], case: DecodeCase, memory: dict[str, Memory], room: float, free: int) -> None:
-    """What cannot fit together is not tried: all arms, or, with drafts, those without any, or else those that keep
-    snapshots, or else both, so that the others are measured."""
-    needed = needed_bytes(memory)
-    if needed <= room:
-        return
-    text = f"{needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free; not tried"
-    for kinds in LEFT_OUT if isinstance(case, SpeculativeCase) else ():
-        left = {name: m for name, m in memory.items() if name.partition("/")[0] not in kinds}
-        if left and len(left) < len(memory) and needed_bytes(left) <= room:
-            break
-    else:
-        left = {}
-    for arm in arms:
-        if arm.name not in left:
-            arm.fail("oom", text)
 
 
 def _prepare(arm: Arm, case: DecodeCase, opened: Opened) -> None:
