@@ -141,7 +141,7 @@ def _drafts(record: Record) -> dict[str, Any]:
         "window": value(record, "window"),
         "drafter": value(record, "drafter"),
         "acceptance": chance or None,
-        "prompts": prompts.rsplit("/", 1)[-1] if prompts.startswith("/") else prompts or None,
+        "prompts": prompts.rsplit("/", 1)[-1] if prompts.startswith(("/", ".../")) else prompts or None,
     }
 
 

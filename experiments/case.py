@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 from experiments.measure.sources import arm_file
 from experiments.options import ConfigError, choice, flag, get, integer, number, only, refuse, text
+from experiments.places import recorded, refuse_unwritable
 from experiments.tracking.options import tracker_from_config
 from replayssm.geometry import FAMILIES, MAX_INTERVAL_LENGTH, Geometry
 from replayssm.layout import FORMATS
@@ -143,7 +143,7 @@ class WindowCase(Case):
 
 def case_hash(case: Case) -> str:
     """16 hex digits that identify the case; how often it is repeated, and how long it may take, are left out."""
-    data = dataclasses.asdict(case)
+    data = recorded(case)
     unset = [name for name in IN_HASH_IF_SET if not data["timing"][name]]
     data["timing"] = {k: v for k, v in data["timing"].items() if k not in (*NOT_IN_HASH, *unset)}
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -185,7 +185,7 @@ def check_run_options(config: Mapping[str, Any]) -> None:
     flag(config, "repeat")
     records = text(config, "records", "a folder")
     if not flag(config, "dry_run") or records != DEFAULT_RECORDS:
-        _refuse_unwritable(records)
+        refuse_unwritable(records)
     tracker_from_config(config)  # last, since it may find a package missing
 
 
@@ -333,30 +333,6 @@ def _declared_in(file: Path, name: str) -> tuple[str, ...] | None:
             f"the arm of {file} cannot be read: {error}; accepted: Python, with {name} a tuple of names"
         ) from None
     return None
-
-
-def _refuse_unwritable(records: str) -> None:
-    """Refuse a folder that cannot be written, or made; nothing is left behind, since other options may yet be wrong."""
-    accepted = "a folder that can be written, or a path where one can be made"
-    folder = Path(records).absolute()
-    try:
-        while not _exists(folder):
-            folder = folder.parent
-        if not folder.is_dir():
-            raise refuse("records", records, accepted, f"cannot be used: {folder} is not a folder")
-        tempfile.TemporaryFile(dir=folder).close()  # unlike the permission bits, this tells the truth to root too
-    except OSError as error:
-        why = f"cannot be used: {folder} cannot be written ({error.strerror})"
-        raise refuse("records", records, accepted, why) from None
-
-
-def _exists(path: Path) -> bool:
-    """Like ``Path.exists``, but true for a link to nowhere, where no folder can be made; raises ``OSError``."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def cores() -> int:

@@ -22,8 +22,9 @@ from experiments.case import (
 )
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, choice, get, integer, only, refuse, text
+from experiments.places import recorded
 from experiments.precisions import PrecisionArm, named
-from experiments.weights import digest, refuse_incomplete, weights_folder
+from experiments.weights import digest, digest_of_documents, refuse_incomplete, weights_folder
 
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
@@ -40,8 +41,8 @@ DEFAULT_ARMS = "default"
 class DriftCase:
     """``weights``: a Hugging Face folder, relative to the checkout where it lies in it; ``weights_digest`` tells what
     it holds, of large weights names, shapes and sizes only. ``count`` documents of ``tokens`` tokens each from the
-    source ``documents``. ``inputs``: the format of weights and activations. ``threads`` is 0 on a GPU, where it means
-    nothing.
+    source ``documents``, a folder of them told from others by ``documents_digest``. ``inputs``: the format of weights
+    and activations. ``threads`` is 0 on a GPU, where it means nothing.
     """
 
     experiment: str
@@ -57,11 +58,12 @@ class DriftCase:
     device: str
     threads: int
     seed: int
+    documents_digest: str = ""
 
 
 def case_hash(case: DriftCase) -> str:
     """16 hex digits that identify the case; where the weights lie is left out."""
-    data = {name: value for name, value in dataclasses.asdict(case).items() if name != "weights"}
+    data = {name: value for name, value in recorded(case).items() if name != "weights"}
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -79,6 +81,7 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
         weights_digest=digest(folder),
         family="",
         documents=source if source in ("books", "hub") else str(Path(source).resolve()),
+        documents_digest="" if source in ("books", "hub") else digest_of_documents(Path(source)),
         count=integer(config, "count", 1, 1000),
         tokens=integer(config, "tokens", 16, 1 << 20),
         interval_length=interval_length_from_config(config),

@@ -1,4 +1,4 @@
-"""Folders of weights as options name them, and what tells one from another. Standard library and OmegaConf only."""
+"""Folders of weights and of documents, and what tells one from another. Standard library and OmegaConf only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from experiments.options import ConfigError, get, only, refuse, text
 FOLDER = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
 WHOLE_BYTES = 1 << 28
 """Size of weights up to which all of them are hashed: a model that was trained anew has the same shapes."""
+BEGINNING = 1 << 12
+"""Bytes of a document that are hashed; what is read of it is in the records with a hash of its own."""
 
 
 def weights_folder(config: Mapping[str, Any]) -> Path:
@@ -51,4 +53,13 @@ def digest(folder: Path) -> str:
             length = 1 << 20 if file.suffix == ".json" else min(1 << 26, 8 + int.from_bytes(opened.read(8), "little"))
             opened.seek(0)
             found.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(length))
+    return found.hexdigest()[:16]
+
+
+def digest_of_documents(folder: Path) -> str:
+    """16 hex digits over name, size and beginning of each .txt and .parquet file."""
+    found = hashlib.sha256()
+    for file in sorted([*folder.rglob("*.txt"), *folder.rglob("*.parquet")]):
+        with open(file, "rb") as opened:
+            found.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode() + opened.read(BEGINNING))
     return found.hexdigest()[:16]

@@ -15,6 +15,7 @@ from experiments.measure.accuracy_record import SCHEMA, AccuracyRecord
 from experiments.measure.assemble import now_utc
 from experiments.measure.sources import ROOT, hash_of, sources_from
 from experiments.options import ConfigError
+from experiments.places import recorded
 
 PARTS = (
     "lm_eval_model",
@@ -60,7 +61,7 @@ class Session:
             arm_hash=hash_of(self.sources),
             status=status,
             message=message,
-            case=dataclasses.asdict(self.case),
+            case=recorded(self.case),
             arm_config=found.pop("arm_config", {}),
             code=provenance.code(),
             packages=provenance.packages(PACKAGES),

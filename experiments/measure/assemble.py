@@ -16,6 +16,7 @@ from experiments.decode_case import DecodeCase
 from experiments.measure import provenance
 from experiments.measure.record import Record
 from experiments.measure.sources import arm_hash, arm_sources
+from experiments.places import recorded
 from experiments.speculative_case import SpeculativeCase
 from replayssm.geometry import Geometry
 
@@ -59,7 +60,7 @@ class Group:
             replicate=self.replicate,
             status=status,
             message=message,
-            case=dataclasses.asdict(self.case),
+            case=recorded(self.case),
             arm_config=measured.pop("arm_config", {}),
             code=provenance.code() | {"arm_sources": {path: digest[:16] for path, digest in sources.items()}},
             packages=provenance.packages(),
@@ -80,7 +81,7 @@ class Group:
 
 
 def case_from_dict(data: dict[str, Any]) -> Case:
-    """The case of ``dataclasses.asdict``, as a record or a job holds it."""
+    """The case of ``dataclasses.asdict``, as a job holds it, and a record but for `experiments.places`."""
     parts = {"geometry": Geometry, "precision": Precision, "timing": Timing}
     kinds = {"decode": DecodeCase, "speculative": SpeculativeCase, "window": WindowCase}
     kind = kinds.get(data["experiment"], Case)

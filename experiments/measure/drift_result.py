@@ -18,6 +18,7 @@ from experiments.measure.drift_record import Check, DriftRecord, is_drift
 from experiments.measure.record import read_lines
 from experiments.measure.sources import ROOT, hash_of, sources_from
 from experiments.pg19_case import CONTROL, REFERENCE, DriftCase, case_hash
+from experiments.places import recorded
 from experiments.precisions import PrecisionArm
 from replayssm.geometry import Geometry
 from replayssm.layout import FORMATS, Ring
@@ -136,7 +137,7 @@ class Run:
             document=document,
             status=status,
             message=message,
-            case=dataclasses.asdict(self.case),
+            case=recorded(self.case),
             precision=dataclasses.asdict(arm.precision),
             interval_length=arm.interval_length,
             code=provenance.code() if measured else {},

@@ -17,6 +17,7 @@ from typing import Any
 from experiments.case import cores
 from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
+from experiments.places import told
 
 PACKAGES = ("torch", "numba", "llvmlite", "numpy", "triton", "replayssm")
 PACKAGES += ("vllm", "flashinfer-python", "flash-linear-attention", "fla-core", "mamba-ssm")
@@ -61,15 +62,8 @@ def command_line(argv: Iterable[str]) -> tuple[str, ...]:
 
 
 def without_places(text: str) -> str:
-    """The text with each absolute path relative to the checkout, or outside of it as ``.../`` and its last part: where
-    somebody keeps folders is nobody's business, and is another place on every machine.
-    """
-
-    def told(match: re.Match[str]) -> str:
-        path = Path(match[0])
-        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else f".../{path.name}"
-
-    return ABSOLUTE_PATH.sub(told, text)
+    """The text with each absolute path as `experiments.places.told` has it."""
+    return ABSOLUTE_PATH.sub(lambda match: told(match[0]), text)
 
 
 def device(kind: str) -> dict[str, Any]:
