@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ class Experiment:
     label: Callable[[Any], str]
     dry_run_line: Callable[[Any, tuple[str, ...]], str]
     outcome_lines: Callable[[Any, int, runner.Outcome], str]
+    questions: Callable[[Sequence[Any]], dict[str, list[str]]] = lambda cases: {}
+    """What the workers of some cases are given, asked for before the first of them starts."""
 
 
 def sweep(experiment: Experiment, configs: list[dict[str, Any]]) -> int:
@@ -39,15 +41,24 @@ def sweep(experiment: Experiment, configs: list[dict[str, Any]]) -> int:
         nvidia.refuse_without(case.device)
         alike = (Path(config["records"]).resolve(), arms, config["repeat"], tracker_from_config(config))
         together.setdefault((*alike, None if case.device == "cuda" else case), []).append(case)
+    left = [runner.pending(cases, arms, folder, repeat) for (folder, arms, repeat, *_), cases in together.items()]
+    given = experiment.questions([case for replicates in left for _, cases in replicates for case in cases])
     worst = 0
     for (folder, arms, repeat, tracker, _), cases in together.items():
+        mirror = Mirror(tracker, folder, sys.argv)
         with alone(folder, say=print):
-            worst = max(worst, measure(experiment, cases, arms, folder, repeat, Mirror(tracker, folder, sys.argv)))
+            worst = max(worst, measure(experiment, cases, arms, folder, repeat, mirror, given))
     return worst
 
 
 def measure(
-    experiment: Experiment, cases: list[Any], arms: tuple[str, ...], folder: Path, repeat: bool, mirror: Mirror
+    experiment: Experiment,
+    cases: list[Any],
+    arms: tuple[str, ...],
+    folder: Path,
+    repeat: bool,
+    mirror: Mirror,
+    given: dict[str, list[str]],
 ) -> int:
     """Run the replicates that ``folder`` lacks; returns 1 if an arm was wrong, failed or ran out of time."""
     waiting = runner.pending(cases, arms, folder, repeat)
@@ -58,7 +69,7 @@ def measure(
     for replicate, left in waiting:
         watcher = runner.Watcher(done=lambda *ended: print(experiment.outcome_lines(*ended)))
         try:
-            outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher)
+            outcomes = runner.run(replicate, left, arms, folder, tuple(sys.argv), watcher, given)
         finally:
             mirror.catch_up()
         failed = any(status not in ("ok", "unsupported", "oom") for o in outcomes for status, *_ in o.values())

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 from experiments import chat
 from experiments.assets import problems
 from experiments.options import ConfigError
 from experiments.speculative_case import WORD_PROBLEMS, SpeculativeCase, questions_of
+
+FETCHED: dict[str, list[str]] = {}
+"""Questions of a data set of the hub, by its name. The process that starts workers asks for them, and each worker gets
+them with its job.
+"""
+
+
+def fetch(cases: Iterable[SpeculativeCase]) -> dict[str, list[str]]:
+    """The questions of all data sets of the hub that the cases name, each asked for once. Raises ``ConfigError``."""
+    names = {case.prompts for case in cases if case.prompts not in ("", WORD_PROBLEMS) and not case.prompts_digest}
+    for name in sorted(names - set(FETCHED)):
+        FETCHED[name] = _from_hub(name)
+    return {name: FETCHED[name] for name in sorted(names)}
 
 
 def questions(case: SpeculativeCase) -> list[str]:
@@ -19,7 +33,7 @@ def questions(case: SpeculativeCase) -> list[str]:
     elif Path(case.prompts).is_file():
         found = questions_of(Path(case.prompts))
     else:
-        found = _from_hub(case.prompts)
+        found = fetch([case])[case.prompts]
     order = random.Random(case.seed).sample(range(len(found)), len(found))
     return [found[order[row % len(found)]] for row in range(case.batch_size)]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments import decode, jobs
+from experiments import decode, jobs, prompts
 from experiments.app import run
 from experiments.case import case_hash
 from experiments.measure import runner
@@ -66,7 +66,7 @@ def dry_run_line(case: SpeculativeCase, arms: tuple[str, ...]) -> str:
     )
 
 
-EXPERIMENT = jobs.Experiment(case_from_config, speculative_arms, label, dry_run_line, outcome_lines)
+EXPERIMENT = jobs.Experiment(case_from_config, speculative_arms, label, dry_run_line, outcome_lines, prompts.fetch)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,9 +269,33 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
     embedded = case(None, model, "drafter=ngram", "batch_size=5")
     assert len(set(prompts.questions(embedded))) == 5
     assert all(question.endswith("worth together?") for question in prompts.questions(embedded))
-    hub = case(None, model, "drafter=ngram", "prompts=openai/no_such_set")
-    with pytest.raises(ConfigError, match=r"^prompts=openai/no_such_set cannot be read \(\w+: .*; accepted: a machine"):
-        prompts.questions(hub)
+
+
+def test_the_hub_is_asked_once_before_any_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two cases; where it fails for one of them none is run. A worker does not ask again."""
+    asked = tmp_path / "asked"
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(name, *rest, split):\n"
+        f"    open({str(asked)!r}, 'a').write(name + ' ')\n"
+        "    return {'one/set': {'question': ['Why?', 'How?']}}[name]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    monkeypatch.setattr(prompts, "FETCHED", {})
+    options = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=ngram", f"records={tmp_path / 'records'}")
+    options += ("arms=[replay/torch]", "batch_size=1", "timing.warmup_limit_s=0.01", "timing.rounds=1", "steps=3")
+    jobs = [config(None, *options, "prompts=one/set", f"context={n}") for n in (5, 6)]
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.measure.runner.run", lambda *_: pytest.fail("a worker was started"))
+        lost = config(None, *options, "prompts=two/set")
+        with pytest.raises(ConfigError, match=r"^prompts=two/set cannot be read \(KeyError: 'two/set'\); accepted: a "):
+            speculative.sweep([*jobs, lost])
+    assert asked.read_text() == "one/set two/set "
+    assert speculative.sweep(jobs[:1]) == 0
+    assert asked.read_text() == "one/set two/set ", "a worker asked again"
+    (line,) = next((tmp_path / "records").glob("*.jsonl")).read_text().splitlines()
+    assert Record.from_json(line).case["prompts"] == "one/set"
 
 
 @pytest.mark.parametrize(

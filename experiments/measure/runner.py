@@ -69,14 +69,20 @@ def pending(
 
 
 def run(
-    replicate: int, cases: Sequence[Case], arms: tuple[str, ...], folder: Path, argv: tuple[str, ...], watcher: Watcher
+    replicate: int,
+    cases: Sequence[Case],
+    arms: tuple[str, ...],
+    folder: Path,
+    argv: tuple[str, ...],
+    watcher: Watcher,
+    questions: dict[str, list[str]] | None = None,
 ) -> list[Outcome]:
     """Run ``cases`` as replicate ``replicate``; returns their outcomes when each has its records in ``folder``, or
-    fewer if ``watcher.enough`` said so between two cases.
+    fewer if ``watcher.enough`` said so between two cases. ``questions``: as `experiments.prompts.FETCHED`.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(cases) and not watcher.enough():
-        outcomes += _one_process(replicate, list(cases[len(outcomes) :]), arms, folder, argv, watcher)
+        outcomes += _one_process(replicate, list(cases[len(outcomes) :]), arms, folder, argv, watcher, questions or {})
     return outcomes
 
 
@@ -111,7 +117,13 @@ def needed_bytes(case: Case, arms: int, copies: int) -> int:
 
 
 def _one_process(
-    replicate: int, cases: list[Case], arms: tuple[str, ...], folder: Path, argv: tuple[str, ...], watcher: Watcher
+    replicate: int,
+    cases: list[Case],
+    arms: tuple[str, ...],
+    folder: Path,
+    argv: tuple[str, ...],
+    watcher: Watcher,
+    questions: dict[str, list[str]],
 ) -> list[Outcome]:
     """Run one worker as far as it gets, at least to the end of one case; returns the outcomes."""
     job = {
@@ -120,6 +132,7 @@ def _one_process(
         "replicate": replicate,
         "folder": str(folder),
         "argv": argv,
+        "questions": questions,
     }
     worker = subprocess.Popen(
         [sys.executable, "-m", "experiments.measure.worker"],

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
+from experiments import prompts
 from experiments.case import Case, WindowCase
 from experiments.measure import devices, gates
 from experiments.measure.arm import Arm
@@ -326,6 +327,7 @@ def main() -> None:
     _end_with_parent(sys.stdin, writing)
     parent = os.getppid()
     cases = [case_from_dict(data) for data in job["cases"]]
+    prompts.FETCHED.update(job["questions"])
 
     torch.set_grad_enabled(False)
     journals = {case.experiment: Journal(Path(job["folder"]), case.experiment) for case in cases}
