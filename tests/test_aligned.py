@@ -48,6 +48,23 @@ def repeated(token: Any, times: int) -> Any:
     return type(token)(*(t if t is None or f in ("A", "D") else torch.cat([t] * times) for f, t in fields))
 
 
+@pytest.mark.parametrize(("family", "name"), [("mamba2", "x"), ("gdn", "k"), ("kda", "g")])
+def test_inputs_of_another_dtype_than_a_ring_are_refused(family: str, name: str) -> None:
+    """Nothing is rounded unasked; a ring in a format of its own takes them, and is written by no other arm."""
+    shape = Geometry(family, 2, 2, 20, 24)
+    token = make_inputs(shape, ROWS, 1, dtype=torch.float32, seed=3)[0]
+    wrong = token._replace(**{name: getattr(token, name).bfloat16()})
+    for arms in ([(Precision(), 4)], [(Precision(ring="bf16"), 4), (Precision(), 4)]):
+        aligned = AlignedArms(shape, arms, layers=1, rows=ROWS)
+        out, slots = torch.full((aligned.slots, shape.heads, shape.head_dim), 7.0), torch.arange(aligned.slots)
+        told = rf"^{name} has dtype torch.bfloat16; accepted: torch.float32, the dtype of the ring$"
+        with pytest.raises(ValueError, match=told):
+            aligned.step(0, out, repeated(wrong, len(arms)), slots)
+        assert (out == 7).all()
+    aligned = AlignedArms(shape, [(Precision(ring="bf16"), 4)], layers=1, rows=ROWS)
+    aligned.step(0, torch.empty(ROWS, shape.heads, shape.head_dim), wrong, torch.arange(ROWS))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_arm_gets_what_its_own_cache_gives(family: str) -> None:
     """Outputs, copies and counted flushes at every token. A code may round the other way where sums are added in

@@ -25,7 +25,7 @@ from replayssm.engine.branches import Branches
 from replayssm.formats import random_words
 from replayssm.geometry import Geometry
 from replayssm.kernels.torch.replay import folded
-from replayssm.kernels.torch.ring import as_ring, entries
+from replayssm.kernels.torch.ring import as_ring, entries, refuse_other_dtypes
 from replayssm.kernels.torch.stored import step
 from replayssm.models.decoding import Decoding
 from replayssm.packed import Packed, empty, pack, unpack
@@ -155,7 +155,11 @@ class AlignedArms:
                         copy[:] = pack(zeros, copy.format)
 
     def step(self, number: int, out: Tensor, inputs: Any, slots: Tensor, **more: Any) -> None:
-        """One token of every row of layer ``number``, into ``out [B,H,P]``; ``slots`` are all of them."""
+        """One token of every row of layer ``number``, into ``out [B,H,P]``; ``slots`` are all of them. Raises
+        ``ValueError`` for inputs of another dtype than that of a ring which has no format of its own.
+        """
+        for cohort in self.cohorts:
+            refuse_other_dtypes(cohort.layers[number], inputs)
         self.side_by_side([partial(self._step, cohort, number, out, inputs) for cohort in self.cohorts])
 
     def commit(self, slots: Tensor, accepted: Tensor | None = None) -> None:
