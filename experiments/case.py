@@ -262,7 +262,10 @@ def arms_from_config(
             raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")
         return tuple(sorted(fit, key=lambda arm: (not arm.startswith("stored/"), arm)))
     if not isinstance(arms, list) or not arms:
-        such = f"at least one, such as 'arms=[{(WINDOW_EXAMPLE_ARMS if windowed else EXAMPLE_ARMS)[device]}]'"
+        some = (WINDOW_EXAMPLE_ARMS if windowed else EXAMPLE_ARMS)[device].split(",")
+        if any(arm in known and arm not in here for arm in some):
+            some = here[:2]
+        such = f"at least one, such as 'arms=[{','.join(some)}]'"
         raise refuse("arms", arms, f"{DEFAULT_ARMS}, or {example}, {such}")
     for arm in arms:
         if not mixed and arm in known_arms() and of_windows(arm) != windowed:

@@ -169,6 +169,9 @@ def test_a_window_makes_another_case_with_arms_of_its_own() -> None:
     case = case_from_config(compose("kernel") | windows)
     assert (case.experiment, case.steps_per_cycle) == ("window", 5)
     assert case_hash(case) != case_hash(case_from_config(compose("kernel")))
+    kda = compose("kernel", "window=4", "accepted=2", "model=kimi_linear_48b", "arms=[]")
+    with pytest.raises(ConfigError, match=r"^arms=\[\] .*, such as 'arms=\[snapshots/torch,verify/torch\]'$"):
+        case_from_config(kda)
     with pytest.raises(ConfigError, match=r"^arms=stored/cpu is for no window; accepted: a list of snapshots/cpu"):
         case_from_config(compose("kernel", "arms=[stored/cpu]") | windows)
     with pytest.raises(ConfigError, match=r"^arms=verify/torch is for a window, such as window=4; accepted: a list of"):
