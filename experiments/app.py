@@ -31,22 +31,19 @@ from hydra._internal.utils import get_args_parser  # the parser of hydra.main, w
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import yaml  # the PyYAML that it reads files with, which is no requirement of ours
 from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
     OmegaConfBaseException,
 )
 
 from experiments.case import case_from_config
 from experiments.help_page import groups_of, help_page, primary_configs
 from experiments.names import CONFIGS, is_choice, with_model_named, with_timing_named
-from experiments.options import ConfigError, listed, refuse, shown
+from experiments.options import ConfigError, refuse, shown
+from experiments.refusals import choices_of, describe, unknown_choice, unreadable
 
 VERSION_BASE = "1.3"
 NOBODY_READS = 141  # what a shell reports for a process that SIGPIPE ended
@@ -229,7 +226,7 @@ def _jobs(args: Any, config_name: str) -> Iterator[Config]:
             _refuse_sweeps(overrides, multirun)
             yield from _product(config_name, searched, overrides, parser)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(_unreadable(error, folders)) from None
+        raise ConfigError(unreadable(error, folders)) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(describe(error, overrides, folders)) from None
 
@@ -279,33 +276,13 @@ def _refuse_choices(
         for text in _values(override) if override.is_sweep_override() else [override.get_value_element_as_str()]:
             value = parser.parse_override(f"{override.key_or_group}={text}").value()
             if not isinstance(value, str) or "/" in value:
-                raise ConfigError(_unknown_choice(override.key_or_group, text, folders))
+                raise ConfigError(unknown_choice(override.key_or_group, text, folders))
             files = [folder / override.key_or_group / f"{value}.yaml" for folder in folders]
             if any(f.exists() and not is_choice(f) for f in files):
                 accepted = f"arms=[{value}]"
                 if override.key_or_group in groups_of(CONFIGS, config_name):
-                    accepted = f"{_choices(override.key_or_group, value, folders)}; or {accepted} there"
+                    accepted = f"{choices_of(override.key_or_group, value, folders)}; or {accepted} there"
                 raise refuse(override.key_or_group, value, accepted, f"is an arm of {COMPARING}")
-
-
-def _unknown_choice(group: str, written: str, folders: Sequence[Path]) -> str:
-    return f"{group}={written} is unknown; accepted: one of {_choices(group, written, folders)}"
-
-
-def _choices(group: str, written: str, folders: Sequence[Path]) -> str:
-    files = [f for folder in folders for f in (folder / group).glob("*.yaml")]
-    return listed(sorted({f.stem for f in files if is_choice(f)}), written)
-
-
-def _unreadable(error: yaml.YAMLError | UnicodeDecodeError, folders: Sequence[Path]) -> str:
-    """The line for a config file that is no YAML; PyYAML names the file, a decoder does not."""
-    mark = getattr(error, "problem_mark", None)
-    name = mark.name if mark else getattr(error, "name", None)
-    if isinstance(error, UnicodeDecodeError):
-        name = next((f for folder in folders for f in folder.rglob("*.yaml") if f.read_bytes() == error.object), None)
-    line = f", line {mark.line + 1}," if mark else ""
-    problem = " ".join(str(getattr(error, "problem", None) or error).split())
-    return f"{name or 'a config file'}{line} cannot be read: {problem}; accepted: YAML, as in configs/"
 
 
 def _refuse_name(cfg: DictConfig) -> None:
@@ -369,39 +346,3 @@ def _put(config: Config, path: list[str], value: object) -> Config:
     if len(path) == 1:
         return {**config, path[0]: value}
     return {**config, path[0]: _put(config[path[0]], path[1:], value)}
-
-
-def describe(error: Exception, overrides: Sequence[Override], folders: Sequence[Path] = (CONFIGS,)) -> str:
-    """One line for an error of Hydra or OmegaConf: the option, its value and what is accepted."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    written = next((str(o.input_line) for o in overrides if o.key_or_group == key), key)
-    if isinstance(error, OverrideParseException):
-        group, _, text = str(error.override).partition("=")
-        if group and (CONFIGS / group).is_dir():
-            return _unknown_choice(group, shown(text), folders)
-        return f"{shown(error.override)} cannot be parsed; accepted: option=value, option=[a,b], or option=a,b with -m"
-    if isinstance(error, MissingConfigException):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if error.options is None:
-            group, choices = "--config-name", primary_configs(CONFIGS)
-        else:
-            files = [folder / group / f"{choice}.yaml" for folder in folders for choice in error.options]
-            choices = sorted({*error.options} - {f.stem for f in files if f.exists() and not is_choice(f)})
-        return f"{group}={shown(name)} is unknown; accepted: {listed(choices, name)}"
-    if isinstance(cause, MissingMandatoryValue):
-        return f"{key} is missing; accepted: {key}=VALUE"
-    if isinstance(cause, InterpolationResolutionError):
-        return f"{written} cannot be resolved: {_first_line(cause)}; accepted: a value, or the name of another option"
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and isinstance(cause.parent_node, DictConfig):
-        known = sorted(str(key) for key in cause.parent_node if key != "hydra") or ["what --help lists"]
-        return f"{written} is not an option; accepted: {listed(known, written)}"
-    message = _first_line(cause) if cause is not error else " ".join(str(error).split())
-    culprit = next((str(o.input_line) for o in overrides if o.key_or_group in message), written)
-    message = f"{culprit} cannot be composed: {message}" if culprit else message
-    return f"{message}; accepted: the groups and options of --help"
-
-
-def _first_line(error: Exception) -> str:
-    """OmegaConf adds lines about its own objects."""
-    return str(error).partition("\n")[0]
