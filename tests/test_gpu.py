@@ -230,5 +230,6 @@ def test_launches_are_tried_on_the_device(
     assert all(us > 0 for of_launch in times.values() for us in of_launch)
     name = launch_csv.device_name(torch.device(DEVICE))
     launch_table.write(launch_table.path_of(name), name, [entry])
+    launch_table.forget()
     assert launches.present(case, operation).launch == entry.launch
     launch_table.forget()

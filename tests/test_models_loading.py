@@ -27,6 +27,7 @@ from replayssm.models import (
     load_model,
     random_model,
 )
+from replayssm.models.layers import masked_products, products
 from replayssm.models.nemotron_h import NemotronH, NemotronHConfig
 from replayssm.models.qwen3_5 import Qwen35
 
@@ -351,3 +352,11 @@ def test_random_weights_behave_as_trained_ones(name: str) -> None:
     for t in range(128, 136):
         a, b = (model.decode(tokens[:, t], cache) for cache in caches)
         assert float((a - b).norm() / a.norm()) < 0.02
+
+
+def test_rows_take_their_own_matrix_where_the_host_does_not_know_whose_they_are() -> None:
+    """The second matrix has no row, the last ends with them all."""
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices = torch.randn(5, 4, generator=generator), torch.randn(3, 6, 4, generator=generator)
+    end = torch.tensor([2, 2, 5])
+    assert torch.equal(masked_products(rows, matrices, end), products(rows, matrices, end))

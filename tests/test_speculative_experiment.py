@@ -157,7 +157,12 @@ def test_a_generation_that_was_timed_is_that_of_its_trace(monkeypatch: pytest.Mo
     """Where tokens are forced there are no near ties."""
     of, arm = case("mamba2"), decode_worker.Arm("verify/torch")
     arm.session = found = session("mamba2", arm.name)
+    found.run(1)
+    shown, logits = found.watched.seen, found.step.logits
     arm.trace = window_trace(found, 3)
+    assert shown
+    assert found.watched.seen is shown  # whose tensors a graph writes anew
+    assert found.step.logits is logits
     assert (arm.trace.lead_of_step > 0).all()  # of what counted: padding would be a tie that excuses everything
     assert generated_as_traced(arm, of) is None
     with monkeypatch.context() as patch:

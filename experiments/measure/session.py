@@ -10,6 +10,8 @@ With staggered phases row r has taken r mod L tokens of its stream before the ot
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,14 +117,26 @@ class Session:
     def eager_cycle(self, of: set[int]) -> dict[int, Seen]:
         """A flush cycle whose last step is not the graph's; gives what the layers ``of`` saw in it."""
         self.run(self.case.interval_length - 1)
+        with self.launch_by_launch(of) as seen:
+            self.run_eagerly()
+        return seen
+
+    @contextlib.contextmanager
+    def launch_by_launch(self, of: set[int]) -> Iterator[dict[int, Seen]]:
+        """For `run_eagerly`: what the layers ``of`` see goes into the dictionary, and the tensors of a graph are again
+        what the session shows afterwards."""
         before = self.watched.of, self.watched.seen, self.step.logits
         self.watched.of, self.watched.seen = of, {}
+        try:
+            yield self.watched.seen
+        finally:
+            self.watched.of, self.watched.seen, self.step.logits = before
+
+    def run_eagerly(self) -> None:
+        """One step of all rows without the graph, within `launch_by_launch`."""
         self.step.run(self._span)
-        seen = self.watched.seen
-        self.watched.of, self.watched.seen, self.step.logits = before
         self._span += self.window or 1
         self.steps += 1
-        return seen
 
     def state_steps(self) -> devices.Run:
         """A flush cycle of the state-space layers' steps alone, with the inputs of one model step; on a GPU a graph.
@@ -181,7 +195,7 @@ class Session:
         """``[layers,B]``; a stored arm has none."""
         if isinstance(self.states, ReplayStates):
             return self.states.cache.flushes
-        return torch.zeros(self.states.layers, self.case.batch_size, dtype=torch.int64)
+        return torch.zeros(self.states.layers, self.case.batch_size, dtype=torch.int64, device=self.rows.device)
 
     @property
     def uneven_flushes(self) -> int:

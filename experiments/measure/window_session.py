@@ -205,25 +205,24 @@ def window_trace(session: WindowSession, steps: int) -> WindowTrace:
     rows: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in session.rows]
     leads = []
     step.choose_draft = choose
-    for _ in range(steps):
-        drafted.clear()
-        step.run(session._span)
-        session._span += session.case.window
-        session.steps += 1
-        logits, counted = step.logits.float(), step.counted.cpu()
-        best = logits.topk(2, dim=-1)
-        lead = best.values[..., 0] - best.values[..., 1]
-        logprob = logits.gather(2, step.chosen[..., None])[..., 0] - logits.logsumexp(-1)
-        parts = best.indices[..., 0].cpu(), lead.cpu(), logprob.cpu()
-        counts = torch.arange(session.case.window) < counted[:, None]
-        smallest = torch.where(counts, parts[1], torch.inf).amin(1)
-        if drafted:  # drafts that were accepted, and the one that was not
-            of_drafts = torch.stack(drafted, dim=1).cpu()
-            of_drafts = torch.where(counts[:, : of_drafts.shape[1]], of_drafts, torch.inf)
-            smallest = torch.minimum(smallest, of_drafts.amin(1))
-        leads.append(smallest)
-        for row, count in enumerate(counted.tolist()):
-            rows[row].append(tuple(part[row, :count] for part in parts))  # type: ignore[arg-type]
+    with session.launch_by_launch(set()):
+        for _ in range(steps):
+            drafted.clear()
+            session.run_eagerly()
+            logits, counted = step.logits.float(), step.counted.cpu()
+            best = logits.topk(2, dim=-1)
+            lead = best.values[..., 0] - best.values[..., 1]
+            logprob = logits.gather(2, step.chosen[..., None])[..., 0] - logits.logsumexp(-1)
+            parts = best.indices[..., 0].cpu(), lead.cpu(), logprob.cpu()
+            counts = torch.arange(session.case.window) < counted[:, None]
+            smallest = torch.where(counts, parts[1], torch.inf).amin(1)
+            if drafted:  # drafts that were accepted, and the one that was not
+                of_drafts = torch.stack(drafted, dim=1).cpu()
+                of_drafts = torch.where(counts[:, : of_drafts.shape[1]], of_drafts, torch.inf)
+                smallest = torch.minimum(smallest, of_drafts.amin(1))
+            leads.append(smallest)
+            for row, count in enumerate(counted.tolist()):
+                rows[row].append(tuple(part[row, :count] for part in parts))  # type: ignore[arg-type]
     step.choose_draft = likeliest
     joined = [[torch.cat(part) for part in zip(*row, strict=True)] for row in rows]
     skipped = session.offsets.tolist()
