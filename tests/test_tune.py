@@ -299,7 +299,7 @@ def test_a_dry_run_needs_no_gpu_and_a_run_does(capsys: pytest.CaptureFixture[str
         ("precision.state=nvfp4", "precision.state=nvfp4 cannot be held by arm stored/triton; accepted: fp32"),
         ("dry_run=maybe", "dry_run=maybe is impossible; accepted: true, false"),
         ("+arms=[stored/cpu]", "arms=.* is not an option"),
-        ("window=4", "accepted=null is impossible; accepted: an integer from 1 to 4"),
+        ("window=4", "window=4 needs accepted, tokens committed a step; accepted: accepted=1 to 4"),
         *(
             (f"operations={asked}", f"operations={shown} is impossible; accepted: default, or a list of stored, replay")
             for asked, shown in (("[verify]", r'\["verify"\]'), ("[]", r"\[\]"), ("stored", "stored"))
