@@ -1,6 +1,6 @@
 """``python -m analysis [--records DIR ...] [--out DIR] [--check]``: tables, figures, claims and report from records.
 
-Reads every ``*.jsonl`` and ``*.jsonl.gz`` file of the record folders and writes ``tables/``, ``figures/`` and
+Reads every ``*.jsonl`` and ``*.jsonl.xz`` file of the record folders and writes ``tables/``, ``figures/`` and
 ``report/`` below the output folder; of the files there it removes only those that it could have written itself.
 ``--check`` writes nothing: it rebuilds in a temporary folder and exits with 1, naming the files, when an output differs
 from what is there, is missing, or should not be there. PNG files are compared by their pixels, since compression
@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pandas as pd
+from PIL import Image
 
 from analysis import captions, choose, claims, figures, published, report, tables, terminal
 from analysis.load import Evidence, load
@@ -31,8 +31,9 @@ NAMES = {"tables": (*tables.NAMES, "claims"), "figures": figures.NAMES, "report"
 OWN = {f"{folder}/{name}{kind}" for folder, names in NAMES.items() for name in names for kind in KINDS[folder]}
 OWN |= {f"figures/{captions.FILE}"}
 """Every file that this program may write, and so may remove."""
-ONE_LEVEL = 1.5 / 255
-"""Most that a channel of a pixel may differ: rounding, when an image was drawn by another build of its libraries."""
+LEVELS = 8
+"""Most that a channel of a pixel may differ, of 255: an image that another build of its libraries drew has pixels that
+are rounded otherwise, and a palette that follows them."""
 
 
 def build(evidence: Evidence, out: Path, linked: bool) -> pd.DataFrame:
@@ -75,10 +76,10 @@ def same(one: Path, two: Path) -> bool:
     if one.suffix != ".png":
         return False
     try:
-        images = [matplotlib.image.imread(path) for path in (one, two)]
+        images = [np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in (one, two)]
     except (OSError, SyntaxError, ValueError):  # what Pillow raises for a file that is no image, or a broken one
         return False
-    return images[0].shape == images[1].shape and bool(np.abs(images[0] - images[1]).max() <= ONE_LEVEL)
+    return images[0].shape == images[1].shape and bool(np.abs(images[0] - images[1]).max() <= LEVELS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,8 @@ PUBLISHED |= dict.fromkeys(("throughput_with_drafts", "throughput_by_window"), p
 
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
-    "intervals. Grey, open: published, on another card and at L = 16; where a curve says so, its source names the card "
+    "intervals, where a marker does not hide them. Panels are of at least two batch sizes, where there are such. Grey, "
+    "open: published, on another card and at L = 16; where a curve says so, its source names the card "
     "only and the model was inferred from it. Dotted: what this machine's bandwidths allow. Staggered phases stand a "
     "little to the right. Coloured and hollow points prove nothing: one process, fewer than five with fewer than five "
     "rounds each, or A/A noise above 25 %.",
@@ -44,7 +45,8 @@ CAPTIONS = {
     "on they are the largest part for certain. Right: speedup of the whole step over the fastest stored arm, 95 % "
     "intervals. Dotted: up to where the paper says that they dominate. Hollow points prove nothing, as above.",
     "roof_share_by_batch": "Time that an arm's bytes take at the bandwidths of the same run, over its measured time; "
-    "of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",
+    "of two flush phases the slower. 95 % intervals, where a marker does not hide them. Hollow points prove "
+    "nothing, as above.",
     "accuracy_by_arm": "Items right by what the recurrent states are held in, and the difference to shared_fp32 on the "
     "same items; 95 % intervals over passages. damaged forgets its states at the end of the prompt: a task that it "
     "does not lose proves nothing about states.",
@@ -57,12 +59,14 @@ CAPTIONS = {
     "another model and another text: they say how far apart the two arms are, not where ours should lie.",
     "state_error_by_position": "Relative error of the states against the float32 trajectory, mean over layers, heads "
     "and documents, where all arms stand behind a flush. What is fed back accumulates error or does not; what is only "
-    "read is rounded once.",
+    "read is rounded once. A curve that leaves its panel is that of a state that grows without bound: what each flush "
+    "rounds, in proportion to the state, adds more energy than decay and the delta rule take away. Numbers: the table.",
     "kl_by_bytes": "KL over the second half of the positions against the bytes that a step moves for an element of the "
     "state, ring included, mean over a cycle. Left and low is better.",
     "kl_by_interval": "KL over the second half of the positions by interval length; 1 is the stored recurrence.",
-    "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals. Dashed: "
-    "bytes alone. Dotted: what this machine's bandwidths allow.",
+    "speedup_by_interval": "Speedup by interval length at the batch size with most lengths; 95 % intervals, where a "
+    "marker does not hide them; panels of at least two lengths, where there are such. Dashed: bytes alone. Dotted: "
+    "what this machine's bandwidths allow.",
 }
 
 

@@ -19,6 +19,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from analysis import style
 from analysis.drift import FLOOR, MAIN
 
+LOST = 30.0
+"""State error at which a panel ends: such a state has nothing to do with the exact one, and its curve leaves."""
 NAMES = ("kl_by_position", "state_error_by_position", "kl_by_bytes", "kl_by_interval")
 PLACE = ["device", "model", "family", "inputs", "source", "documents", "tokens"]
 """Columns that name a panel."""
@@ -64,6 +66,7 @@ def state_error_by_position(states: pd.DataFrame) -> Figure:
         read = part[(part["read"] != part["update"]) & (part["read"] > 0)]
         _lines(ax, read, "read", {arm: look | {"ls": ":", "marker": ""} for arm, look in looks.items()})
         _axes(ax, part, "position")
+        ax.set_ylim(top=min(ax.get_ylim()[1], LOST))
     return figure
 
 

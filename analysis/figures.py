@@ -86,7 +86,8 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
     failed = _failed(failures[failures["kind"] != "stored"])
     lengths = _lengths(speedups, failed)
     ours, failed = _at(speedups, lengths), _at(failed, lengths)
-    facets = style.facets(ours, failed) or [("", key, PAPER_STATE) for key in _curve_models(paper)]
+    facets = style.along(style.facets(ours, failed), "batch_size", ours, failed)
+    facets = facets or [("", key, PAPER_STATE) for key in _curve_models(paper)]
     looks = style.arm_look([*ours["arm"], *failed["arm"]])
     of_paper = any(model in PAPER_CARDS and state == PAPER_STATE for _, model, state in facets)
     legend = _legend(ours, looks, _published_legend() if of_paper else [], failed=len(failed) > 0)
@@ -139,11 +140,12 @@ def bandwidth(roofs: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) 
 
 def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """Speedup by interval length at the batch size with most lengths, with the curve that bytes alone would give."""
-    facets, looks = style.facets(speedups), style.arm_look(list(speedups["arm"]))
+    looks = style.arm_look(list(speedups["arm"]))
     failed = _failed(failures[failures["arm"].isin(list(looks))])
-    batches = {facet: _fullest(style.of(speedups, *facet)) for facet in facets}
+    batches = {facet: _fullest(style.of(speedups, *facet)) for facet in style.facets(speedups)}
     everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
     shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
+    facets = style.along(style.facets(shown), "interval_length", shown)
     bytes_alone = Line2D([], [], label="traffic model (bytes alone)", **GREY | {"marker": ".", "mfc": style.MUTED})
     legend = _legend(shown, looks, [bytes_alone], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
@@ -218,7 +220,7 @@ def _draw_measured(
             ax.plot(math.log2(getattr(row, x)) + shift, row.speedup, zorder=5, **style.hollow(**looks[arm]))
         part = (pd.concat([part[[x, "speedup", "low", "high"]], gap_rows]) if gaps else part).sort_values(x)
         where = [math.log2(v) + shift for v in part[x]]
-        bars = [part["speedup"] - part["low"], part["high"] - part["speedup"]]
+        bars = style.bars(part["speedup"], part["low"], part["high"])
         ax.errorbar(where, part["speedup"], yerr=bars, ls=line, capsize=3, elinewidth=1.3, zorder=4, **looks[arm])
     allowed = rows.dropna(subset=["ideal_roof"]).groupby(x)["ideal_roof"].max()
     look = {"ls": ":", "lw": 1.3, "marker": "_", "ms": 9, "color": style.INK}

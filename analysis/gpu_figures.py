@@ -37,7 +37,7 @@ def roof_share_by_batch(roofs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     shown = roofs[roofs["interval_length"] == length].sort_values("share", kind="stable")
     shown = shown.drop_duplicates([*style.FACET, "batch_size", "arm", "inputs"])
     shown = shown.assign(weak=[bool(weaknesses(r.processes, r.rounds, r.aa_noise)) for r in shown.itertuples()])
-    facets, looks = style.facets(shown), style.arm_look(list(shown["arm"]))
+    facets, looks = style.along(style.facets(shown), "batch_size", shown), style.arm_look(list(shown["arm"]))
     legend = [Line2D([], [], label=arm, **looks[arm]) for arm in sorted(looks, key=lambda a: (a.split("/")[0], a))]
     if shown["weak"].any():
         legend.append(Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o")))
@@ -48,7 +48,7 @@ def roof_share_by_batch(roofs: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         for (arm, _), line in part.groupby(["arm", "inputs"], sort=True):
             line = line.sort_values("batch_size")
             where = [math.log2(v) for v in line["batch_size"]]
-            bars = [line["share"] - line["low"], line["high"] - line["share"]]
+            bars = style.bars(line["share"], line["low"], line["high"])
             ax.errorbar(where, line["share"], yerr=bars, capsize=2.5, elinewidth=1.2, **looks[arm])
             for row in line[line["weak"]].itertuples():
                 ax.plot(math.log2(row.batch_size), row.share, zorder=5, **style.hollow(**looks[arm]))

@@ -64,7 +64,7 @@ class Evidence:
 
 
 def load(folders: Sequence[Path]) -> Evidence:
-    """All ``*.jsonl`` and ``*.jsonl.gz`` files of the folders, at any depth; a folder that is not there has none."""
+    """All ``*.jsonl`` and ``*.jsonl.xz`` files of the folders, at any depth; a folder that is not there has none."""
     evidence = Evidence()
     groups: dict[str, dict[str, Pair]] = defaultdict(dict)
     for record, where in _parsed(folders, evidence):

@@ -25,7 +25,7 @@ from analysis.cells import device_labels
 from analysis.load import Evidence
 from analysis.rules import CANNOT_RUN, NOT_RUN, VERDICTS
 from analysis.sections import SECTIONS, Section
-from analysis.table_text import parts, shared_line
+from analysis.table_text import READABLE, parts, shared_line
 from analysis.tables import NOTES
 
 ALWAYS = ("kernel_speedups", "roofs")
@@ -126,6 +126,7 @@ def _table(title: str, name: str, frame: pd.DataFrame) -> dict[str, Any]:
         "shared": shared_line(shared),
         "columns": columns,
         "rows": rows,
+        "readable": len(frame) <= READABLE,
         "count": len(frame),
         "looks": " ".join([*right, *wide]),
         "open": 0 < len(frame) <= OPEN_ROWS,

@@ -23,6 +23,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from PIL import Image
 
 from analysis import published
 from analysis.svg import compact
@@ -31,6 +32,10 @@ INK, MUTED, GRID = "#1a1a1a", "#767676", "#e4e4e4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLOURS += ("#332288", "#999933", "#882255", "#44AA99", "#AA4499", "#DDCC77", "#663333", "#117733")
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", "p", ">", "h", "d", "*")
+HIDDEN = 0.01
+"""Width up to which an interval lies behind its marker in a panel whose scale is one or two high."""
+SHADES = 128
+"""Of a bitmap, which takes a third of the bytes of one in true colour and shows lines and letters as well."""
 FAILED = "#B22222"
 WEAK = "one process, few rounds or noisy"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
@@ -124,6 +129,12 @@ def facets(*frames: pd.DataFrame) -> list[Facet]:
     return [(r.device, r.model, r.state) for r in sorted(found.itertuples(index=False), key=place)]
 
 
+def along(facets: Sequence[Facet], axis: str, *frames: pd.DataFrame) -> list[Facet]:
+    """Panels with several values on their ``axis``; all of them where none has, as after a single run."""
+    values = {facet: {v for frame in frames for v in of(frame, *facet)[axis].dropna()} for facet in facets}
+    return [facet for facet in facets if len(values[facet]) > 1] or list(facets)
+
+
 def of(frame: pd.DataFrame, device: str, model: str, state: str) -> pd.DataFrame:
     """Rows of one panel."""
     return frame[(frame["device"] == device) & (frame["model"] == model) & (frame["state"] == state)]
@@ -193,6 +204,12 @@ def crosses_legend() -> Line2D:
     return Line2D([], [], ls="", marker="X", ms=7, color=FAILED, label="failed, with status")
 
 
+def bars(values: pd.Series, low: pd.Series, high: pd.Series) -> list[pd.Series]:
+    """For ``yerr`` of a quantity near one: the intervals, but for those that its marker would hide."""
+    shown = high - low > HIDDEN
+    return [(values - low).where(shown), (high - values).where(shown)]
+
+
 def hollow(color: str, marker: str) -> dict[str, Any]:
     """Look of a measured point that proves nothing."""
     return {"ls": "", "marker": marker, "mfc": "white", "mec": color, "mew": 1.3, "color": color}
@@ -213,6 +230,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     svg.write_text(compact(drawn.getvalue(), f"f{zlib.crc32(name.encode()):x}"[:5]), encoding="utf-8")
-    figure.savefig(png, metadata={"Software": None})
+    bitmap = io.BytesIO()
+    figure.savefig(bitmap, format="png")
+    Image.open(bitmap).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE).save(png, optimize=True)
     plt.close(figure)
     return [svg, png]

@@ -1,17 +1,20 @@
-"""Matplotlib's SVG in two thirds of its bytes: the same picture to a hundredth of a point.
+"""Matplotlib's SVG in half of its bytes: the same picture to a hundredth of a point.
 
-Left out are comments, metadata, indentation, ids that nothing refers to and decimals that no eye sees. Ids become
-short and begin with ``prefix``, so that several figures may stand in one page, as in a notebook.
+Left out are comments, metadata, indentation, ids that nothing refers to and decimals that no eye sees. Looks that are
+repeated become classes. Their names and ids are short and begin with ``prefix``, so that several figures may stand in
+one page, as in a notebook.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 _NUMBER = re.compile(r"(?<![\w#.-])-?\d+\.\d{3,}(?![\w.])")
 _LEFT_OUT = re.compile(r"<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL)
 _REFERENCE = re.compile(r'(?<=url\(#)[^)]+|(?<=href="#)[^"]+')
 _ID = re.compile(r' id="([^"]+)"')
+_STYLE = re.compile(r' style="([^"]+)"')
 _MOVED = re.compile(r' transform="translate\((-?[\d.]+) 0\)"/>')
 
 
@@ -21,7 +24,15 @@ def compact(svg: str, prefix: str) -> str:
     names = {old: f"{prefix}{count}" for count, old in enumerate(dict.fromkeys(_REFERENCE.findall(plain)))}
     plain = _REFERENCE.sub(lambda found: names[found[0]], plain)
     plain = _ID.sub(lambda found: f' id="{names[found[1]]}"' if found[1] in names else "", plain)
-    return re.sub(r"\s*\n\s*", "\n", _MOVED.sub(r' x="\1"/>', plain))
+    return _classed(re.sub(r"\s*\n\s*", "\n", _MOVED.sub(r' x="\1"/>', plain)), prefix)
+
+
+def _classed(svg: str, prefix: str) -> str:
+    counts = Counter(_STYLE.findall(svg))
+    names = {look: f"{prefix}s{n}" for n, look in enumerate(look for look, count in counts.items() if count > 1)}
+    rules = "".join(f".{name}{{{look}}}" for look, name in names.items())
+    svg = _STYLE.sub(lambda found: f' class="{names[found[1]]}"' if found[1] in names else found[0], svg)
+    return svg.replace("</style>", f"{rules}</style>", 1)
 
 
 def _rounded(found: re.Match[str]) -> str:

@@ -157,10 +157,13 @@ def _processes(cells: list[Cell]) -> dict[str, str]:
 
 
 def write(tables: dict[str, pd.DataFrame], folder: Path) -> None:
-    """Each table as ``<name>.csv``, ``<name>.md`` and ``<name>.tex`` in ``folder``, which is created."""
+    """Each table as ``<name>.csv`` in ``folder``, which is created; as ``<name>.md`` and ``<name>.tex`` too, if it has
+    no more than `table_text.READABLE` rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, frame in tables.items():
         frame.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+        if len(frame) > table_text.READABLE:
+            continue
         (folder / f"{name}.md").write_text(markdown(name, frame), encoding="utf-8")
         (folder / f"{name}.tex").write_text(latex(name, frame, NOTES.get(name, "")), encoding="utf-8")
 

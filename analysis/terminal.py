@@ -44,7 +44,7 @@ def left_out(exclusions: Sequence[Exclusion]) -> list[str]:
     if not found:
         return []
     shown = [f"  {e.where}  {e.gate}: {e.detail}" for e in list(found.values())[:SHOWN]]
-    more = [f"  and {len(found) - SHOWN} more in tables/exclusions.md"] if len(found) > SHOWN else []
+    more = [f"  and {len(found) - SHOWN} more in tables/exclusions.csv"] if len(found) > SHOWN else []
     return [f"excluded: {len(found)} group{'s' * (len(found) > 1)}; {AGAIN}", *shown, *more]
 
 

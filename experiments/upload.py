@@ -32,7 +32,7 @@ def main() -> int:
     named = [*folders, *([asked.figures] if asked.figures is not None else [])]
     missing = next((path for path in named if not _is_dir(path)), None)
     if missing is not None:
-        return _refuse(f"{missing} is no folder; accepted: folders of *.jsonl or *.jsonl.gz files, or - for stdin")
+        return _refuse(f"{missing} is no folder; accepted: folders of *.jsonl or *.jsonl.xz files, or - for stdin")
     if asked.dashboard and asked.mode != "online":
         return _refuse(f"--dashboard with --mode {asked.mode} can be saved nowhere; accepted: --mode online")
     if not installed("wandb"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,11 @@ def test_lines_are_numbered_and_a_tail_without_an_end_has_no_text(tmp_path: Path
 
 
 def test_compressed_files_are_read_and_damaged_ones_are_told(tmp_path: Path) -> None:
-    whole = gzip.compress(b"one\ntwo\ncut")
-    (tmp_path / "a.jsonl.gz").write_bytes(whole)
-    (tmp_path / "b.jsonl.gz").write_bytes(whole[:-9])
-    (tmp_path / "c.jsonl.gz").write_bytes(whole[:12] + bytes(8) + whole[20:])
-    (tmp_path / "d.jsonl.gz").write_bytes(b"one\n")
+    whole = lzma.compress(b"one\ntwo\ncut")
+    (tmp_path / "a.jsonl.xz").write_bytes(whole)
+    (tmp_path / "b.jsonl.xz").write_bytes(whole[:-9])
+    (tmp_path / "c.jsonl.xz").write_bytes(whole[:12] + bytes(8) + whole[20:])
+    (tmp_path / "d.jsonl.xz").write_bytes(b"one\n")
     found = [(path.name, number, text) for path, number, text in read_lines(tmp_path)]
-    assert found[:3] == [("a.jsonl.gz", 1, "one"), ("a.jsonl.gz", 2, "two"), ("a.jsonl.gz", 3, None)]
-    assert found[3:] == [(f"{name}.jsonl.gz", 1, None) for name in "bcd"]
+    assert found[:3] == [("a.jsonl.xz", 1, "one"), ("a.jsonl.xz", 2, "two"), ("a.jsonl.xz", 3, None)]
+    assert found[3:] == [(f"{name}.jsonl.xz", 1, None) for name in "bcd"]

@@ -15,10 +15,9 @@ short and is not used.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
+import lzma
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,16 +227,16 @@ class Record:
 def read_lines(folder: Path) -> Iterator[tuple[Path, int, str | None]]:
     """``(file, line number, text)`` of every line with something in it in ``*.jsonl`` below ``folder``, at any depth.
 
-    So too in ``*.jsonl.gz``, which gzip makes of files that grow no more. The text is None for a tail that was cut
+    So too in ``*.jsonl.xz``, which xz makes of files that grow no more. The text is None for a tail that was cut
     short, since every whole line ends with a newline, and for a compressed file that is damaged. Bytes that are not
     UTF-8 become surrogates, which ``Record.from_json`` refuses. A folder that does not exist holds no lines.
     """
-    for path in sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.gz")]):
+    for path in sorted([*folder.rglob("*.jsonl"), *folder.rglob("*.jsonl.xz")]):
         data = path.read_bytes()
-        if path.suffix == ".gz":
+        if path.suffix == ".xz":
             try:
-                data = gzip.decompress(data)
-            except (OSError, EOFError, zlib.error):
+                data = lzma.decompress(data)
+            except lzma.LZMAError:
                 yield path, 1, None
                 continue
         *lines, tail = data.split(b"\n")
