@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from planted import LIMIT_S, Tree, preloaded
 
@@ -63,3 +64,37 @@ def test_inline_commands_name_options_that_exist() -> None:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)h][^)]*)\)", TEXT))))
 def test_links_and_pictures_exist(path: str) -> None:
     assert (ROOT / path).exists()
+
+
+def table(name: str, **at: object) -> pd.DataFrame:
+    found = pd.read_csv(ROOT / "results" / "tables" / f"{name}.csv")
+    for column, wanted in at.items():
+        found = found[found[column] == wanted]
+    assert len(found)
+    return found
+
+
+def test_measured_figures_are_those_of_the_committed_tables() -> None:
+    """The table of what an NVIDIA H200 gives, cell by cell as it is rounded there."""
+    card, models = {"device": "NVIDIA H200"}, {"nemotron_3_nano_4b": "Nemotron-3-Nano-4B", "qwen3_5_4b": "Qwen3.5-4B"}
+    order = ["nemotron_3_nano_4b", "nemotron_3_super_120b", "qwen3_5_122b", "qwen3_5_4b", "kimi_linear_48b"]
+    plain = {"arm": "replay/triton", "phase": "aligned", "interval_length": 16} | card
+    layers = table("kernel_speedups", **plain).set_index(["model", "state", "batch_size"])["speedup"]
+    told = re.findall(r"[\d.]+(?=x)", re.findall(r"\| a layer's step .* \| (.*) \|", TEXT)[0])
+    assert told == [f"{layers[model, 'fp32', 256]:.2f}" for model in order]
+    told = re.findall(r"[\d.]+(?=x)", re.findall(r"\| the same at batch 1 .* \| (.*) \|", TEXT)[0])
+    assert told == [f"{layers[model, 'fp32', 1]:.2f}" for model in order]
+    narrow = ", ".join(f"{layers[model, 'fp16', 256]:.2f}x" for model in order)
+    assert narrow in TEXT.replace(" and", ",")
+    steps = table("decode_speedups", batch_size=256, context=16, **card)
+    steps = steps[steps["blocks"].isna()].set_index("model")["speedup"]
+    drafts = table("speculative_throughput", arm="verify/triton", batch_size=256, window=4, **card).set_index("model")
+    fit = table("speculative_throughput", batch_size=256, window=4, **card).set_index(["arm", "model"])
+    fit = fit["requests_in_100_gb"]
+    for values in (steps, drafts["over_snapshots"]):
+        assert ", ".join(f"{label} {values[model]:.2f}x" for model, label in models.items()) in TEXT
+    ratios = [fit["verify/triton", model] / fit["snapshots/triton", model] for model in models]
+    assert "{:.2f} and {:.2f} times as many".format(*ratios) in TEXT
+    kl = table("drift_ratios", arm="shared_nvfp4", over="dual_fp32_nvfp4", tokens=131072, **card).set_index("model")
+    told = [f"{model} {float(f'{kl.ratio[model]:.2g}'):g} times" for model in ("tiny-nemotron-h", "tiny-qwen3.5")]
+    assert ", ".join(told) in TEXT
