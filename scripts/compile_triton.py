@@ -7,8 +7,9 @@
 The kernels' own entry points are called, with a stand-in for the driver that compiles and does not launch, so that what
 is compiled is what would run: argument types, alignment, the heuristic's launch for the batch, as on a device without a
 table of launches. The declared set is everything for sm_90, and one geometry a family, at the largest batch, for the
-other architectures; for all, steps that compute their gates or take a window of tokens, and what depends on no model:
-commits, cursors, bandwidth.
+other architectures; for all, steps that compute their gates or take a window of tokens, what lies between a model's
+products (`scripts.layer_calls`, whose ``state`` is the activations' dtype), and what depends on no model: commits,
+cursors, bandwidth.
 Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack, where spilled registers
 go. Products on tensor cores are counted in the PTX, each once however often it runs. Registers depend on the versions
 of Triton and of its assembler, which the table names; ``--check`` lists rows that differ and does not mind them. Triton
@@ -56,6 +57,8 @@ from replayssm.kernels.triton.verify_commit import commit_window
 from replayssm.kernels.triton.verify_families import VERIFY
 from replayssm.kernels.triton.verify_snapshots import snapshots_step
 from replayssm.peers.cursor import advance, advance_ring
+from scripts.layer_calls import ELSEWHERE as LAYERS_ELSEWHERE
+from scripts.layer_calls import LAYERS, ONE_A_KERNEL, layer_calls
 
 TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
 ARCHITECTURES = (80, 89, 90, 100, 103, 120)
@@ -112,7 +115,9 @@ def declared() -> list[Case]:
     others = [architecture for architecture in ARCHITECTURES if architecture != WHOLE]
     elsewhere = itertools.product(others, ELSEWHERE, ("fp32", "fp16"), BATCH_SIZES[-1:])
     plain = itertools.product(ARCHITECTURES, [PLAIN], ["fp32"], BATCH_SIZES[-1:])
-    return [Case(*c) for c in (*whole, *elsewhere, *plain)]
+    layers = [(WHOLE, model, *sizes) for model, (_, *sizes) in LAYERS.items()]
+    layers += [(architecture, LAYERS_ELSEWHERE, *LAYERS[LAYERS_ELSEWHERE][1:]) for architecture in others]
+    return [Case(*c) for c in (*whole, *elsewhere, *plain, *layers)]
 
 
 class _Compiler:
@@ -171,6 +176,9 @@ def calls(case: Case) -> dict[str, Any]:
     """One call a step with the batch's inputs, without memory; sizes and strides are those of a GPU's tensors."""
     if case.model == PLAIN:
         return plain_calls(case)
+    if case.model in LAYERS:
+        found = layer_calls(case.model, DTYPES[case.state], case.batch_size, WINDOW)
+        return {step: call for step, call in found.items() if case.architecture == WHOLE or step in ONE_A_KERNEL}
     geometry, state = MODELS[case.model], DTYPES[case.state]
     cache = ReplayCache(geometry, slots=1, interval_length=case.interval_length, state_dtype=state, device=DEVICE)
     inputs = make_inputs(geometry, case.batch_size, 1, dtype=torch.bfloat16, seed=0, device=DEVICE)[0]
@@ -244,8 +252,8 @@ def plain_calls(case: Case) -> dict[str, Any]:
 
 def steps(case: Case) -> tuple[str, ...]:
     """What is compiled for a case: the default steps and, at the largest batch, other ways to flush, and gates."""
-    if case.model == PLAIN:
-        return tuple(plain_calls(case))
+    if case.model == PLAIN or case.model in LAYERS:
+        return tuple(calls(case))
     found: tuple[str, ...] = ("stored", "replay")
     if case.batch_size in (BATCH_SIZES[0], BATCH_SIZES[-1]):  # their launches have two classes
         found += WINDOWS
@@ -352,7 +360,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     chosen = parser.add_argument_group("instead of the declared set; nothing is written")
     chosen.add_argument("--architectures", nargs="+", type=int)
-    chosen.add_argument("--models", nargs="+", choices=MODELS)
+    chosen.add_argument("--models", nargs="+", choices=(*MODELS, *LAYERS))
     chosen.add_argument("--states", nargs="+", choices=DTYPES)
     chosen.add_argument("--batch-sizes", nargs="+", type=int)
     chosen.add_argument("--interval-length", type=int)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import importlib
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -80,15 +83,52 @@ def test_the_declared_set_is_every_kernel_and_architecture() -> None:
     assert len(set(cases)) == len(cases)
     for architecture in (80, 89, 90, 100, 103, 120):
         chosen = [case for case in cases if case.architecture == architecture]
-        named = [case for case in chosen if case.model != script.PLAIN]
+        named = [case for case in chosen if case.model in script.MODELS]
         assert {script.MODELS[case.model].family for case in named} == {"mamba2", "gdn", "kda"}
         steps = [(case.model, step) for case in chosen for step in script.steps(case)]
         assert {model for model, step in steps if step == "replay-gates"} == set(script.ELSEWHERE)
         plain = {step for model, step in steps if model == script.PLAIN}
         assert plain == {"commit", "commit-window", "advance", "advance_ring", "read", "scale", "copy"}
         assert {case.state for case in chosen} >= {"fp32", "fp16"}
-    whole = {(c.model, c.state, c.batch_size) for c in cases if c.architecture == 90 and c.model != script.PLAIN}
+    whole = {(c.model, c.state, c.batch_size) for c in cases if c.architecture == 90 and c.model in script.MODELS}
     assert len(whole) == len(script.MODELS) * 3 * len(script.BATCH_SIZES)
+
+
+def launched() -> set[tuple[str, str]]:
+    """Module and name of every ``@triton.jit`` function of the package that its module starts: ``name[grid](...)``."""
+    found = set()
+    for path in sorted((ROOT / "replayssm").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        kernels = {
+            node.name
+            for node in nodes
+            if isinstance(node, ast.FunctionDef)
+            and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
+        }
+        started = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found |= {(module, ast.unparse(call.value)) for call in started} & {(module, name) for name in kernels}
+    return found
+
+
+def test_the_declared_set_launches_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every architecture, by a case of each model; nothing is compiled or run here."""
+    wanted, reached = launched(), set()
+    assert len(wanted) >= 22
+    kinds = {type(getattr(importlib.import_module(module), name)) for module, name in wanted}
+
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        reached.add((kernel.fn.__module__, kernel.fn.__name__))
+
+    for kind in kinds:
+        monkeypatch.setattr(kind, "run", note)
+    of_model = {(case.architecture, case.model): case for case in reversed(script.declared())}
+    for architecture in script.ARCHITECTURES:
+        reached.clear()
+        for case in [case for case in of_model.values() if case.architecture == architecture]:
+            for call in script.calls(case).values():
+                call()
+        assert wanted - reached == set()
 
 
 def test_the_committed_table_is_of_the_declared_set_within_the_limit() -> None:
