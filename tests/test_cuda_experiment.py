@@ -389,7 +389,7 @@ def test_a_replay_counts_the_passes_that_were_captured(monkeypatch: pytest.Monke
 def test_a_graph_keeps_the_tensors_that_only_its_call_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("synchronize", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, lambda: types.SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
 
     def captured() -> tuple[devices.Run, weakref.ref[torch.Tensor]]:
         out = torch.zeros(2)

@@ -18,6 +18,7 @@ import torch
 from experiments.case import Case
 from experiments.measure import provenance
 from experiments.measure.timing import host_elapsed_ns
+from replayssm.graphs import capture
 
 Run = Callable[[], object]
 SPIN_CYCLES, LONGEST_SPIN_CYCLES = 2_000_000, 512_000_000
@@ -211,10 +212,7 @@ class CycleGraph:
 def captured(run: Run) -> Run:
     """Replays what ``run`` launches; it is called once, and nothing of it runs before the first replay. It is kept as
     long as the graph: tensors that nobody else holds are read and written at every replay."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = capture(run)
 
     def replay(kept: Run = run) -> None:
         graph.replay()

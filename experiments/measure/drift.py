@@ -23,6 +23,7 @@ from torch import Tensor
 
 from experiments.precisions import PrecisionArm
 from replayssm.engine.aligned import AlignedArms, aligned_decoding
+from replayssm.graphs import capture
 from replayssm.kernels.torch import stored_step
 from replayssm.models import Decoder, StoredStates
 
@@ -117,11 +118,10 @@ class Drift:
         for name, tensor in self._tensors():
             tensor.copy_(before[name])
         del before
-        pool = None
         for phase in range(self.states.period):
             self.states.token = phase
-            graph, pool = captured(lambda: self._step(self.length), pool)
-            self._graphs.append(graph)
+            pool = self._graphs[0].pool() if self._graphs else None
+            self._graphs.append(capture(lambda: self._step(self.length), pool))
         self.states.token = token
 
     def prompt_difference(self) -> float:
@@ -191,16 +191,6 @@ def on_side_stream(run: Callable[[], None]) -> None:
         run()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-
-
-def captured(run: Callable[[], None], pool: Any) -> tuple[Any, Any]:
-    """A graph of what ``run`` launches, which runs at its ``replay()`` only, and its memory pool: graphs that are
-    replayed one after another, and leave nothing to each other there, share one."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
-    return graph, pool or graph.pool()
 
 
 def snapshot_positions(length: int, period: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from replayssm.engine.arms import new_decoding
+from replayssm.graphs import capture
 from replayssm.models import Decoder, ModelCache
 
 
@@ -63,8 +64,4 @@ class Step:
                 self.run(span)
         torch.cuda.current_stream().wait_stream(side)
         self.slots.copy_(live)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(span)
-        return graph
+        return capture(lambda: self.run(span))
