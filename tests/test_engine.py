@@ -3,6 +3,8 @@ chunks, sampling, stop tokens, and the memory that was foretold. Triton's arms a
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,17 @@ import torch
 from engine_models import CAPACITY, GEOMETRIES, by_request, model_of, plainly, prompts, tokens_of
 from torch import Tensor
 
-from replayssm.engine import ARMS, WINDOW_ARMS, Engine, Request, Sampling, Token, new_cache, predict_memory
+from replayssm.engine import (
+    ARMS,
+    WINDOW_ARMS,
+    Engine,
+    Request,
+    Sampling,
+    SpeculativeEngine,
+    Token,
+    new_cache,
+    predict_memory,
+)
 from replayssm.engine.sampling import Sampler, draw, uniform
 from replayssm.models import ModelError, config_from_geometry, random_model
 
@@ -71,6 +83,26 @@ def test_tokens_stream_while_others_wait() -> None:
         engine.generate(asked)
     stopped.close()
     assert by_request(engine.generate(asked))[1] == plainly(engine.model, asked[1].prompt, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arm", "more"),
+    [(Engine, "replay/torch", {}), (SpeculativeEngine, "verify/torch", {"window": 3, "drafter": "ngram"})],
+)
+def test_an_engine_that_nobody_holds_goes_at_once(kind: type[Engine], arm: str, more: dict[str, Any]) -> None:
+    """With its cache and its steps, whose graphs hold memory; not when Python next collects garbage."""
+    engine = kind(model_of("qwen"), arm, slots=2, capacity=CAPACITY, **more)
+    asked = [Request(prompt, 2, sampling) for prompt, sampling in zip(prompts(2), (Sampling(), HOT), strict=True)]
+    assert len(list(engine.generate(asked))) == 4
+    held = [weakref.ref(thing) for thing in (engine, engine.cache, *engine._steps.values())]
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        del engine
+        assert [thing() for thing in held] == [None] * 4
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def test_a_stop_token_ends_a_row_only() -> None:

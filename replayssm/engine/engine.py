@@ -178,10 +178,13 @@ class Engine:
         yield from emitted
 
     def _step(self, greedy: bool) -> Step:
-        def choose(logits: Tensor) -> Tensor:
-            return self.sampler.choose(logits, self._live, greedy)
+        """Of the engine's parts and not of itself, so that an engine that nobody holds goes at once, memory and all."""
+        sampler, live = self.sampler, self._live
 
-        return Step(self.model, self.cache, self.arm, self._tokens, self._live, choose)
+        def choose(logits: Tensor) -> Tensor:
+            return sampler.choose(logits, live, greedy)
+
+        return Step(self.model, self.cache, self.arm, self._tokens, live, choose)
 
     def _refuse(self, number: int, request: Request) -> None:
         vocabulary, longest = len(self.model.embedding), self.capacity

@@ -91,14 +91,16 @@ class SpeculativeEngine(Engine):
         yield from self._emit({slot: chosen[slot][: counts[slot]] for slot in sorted(self._rows)})
 
     def _step(self, cold: bool) -> Step:
-        accept, choose = (_greedy, likeliest) if cold else (self._verify, self._draft)
-        return WindowStep(self.model, self.cache, self.arm, self._tokens, self._live, self.drafts, accept, choose)
+        sampler, live = self.sampler, self._live
 
-    def _verify(self, logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        return self.sampler.verify(logits, drafts.tokens, drafts.probability, self._live)
+        def verify(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+            return sampler.verify(logits, drafts.tokens, drafts.probability, live)
 
-    def _draft(self, logits: Tensor, ahead: int) -> tuple[Tensor, Tensor | None]:
-        return self.sampler.draft(logits, self._live, ahead)
+        def draft(logits: Tensor, ahead: int) -> tuple[Tensor, Tensor | None]:
+            return sampler.draft(logits, live, ahead)
+
+        accept, choose = (_greedy, likeliest) if cold else (verify, draft)
+        return WindowStep(self.model, self.cache, self.arm, self._tokens, live, self.drafts, accept, choose)
 
 
 def _greedy(logits: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
