@@ -91,7 +91,14 @@ def decode_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_geometry(case: Any) -> Any:
-    """The case with the layer geometry of its model."""
+    """The case with the layer geometry of its model. Raises ``ConfigError`` on a folder that cannot be loaded."""
+    from replayssm.models import ModelError, check_folder
+
+    if case.weights != RANDOM:
+        try:
+            check_folder(case.weights)
+        except ModelError as error:
+            raise ConfigError(f"weights={case.weights}: {error}") from None
     return replace(case, geometry=_geometry(model_config(case)))
 
 

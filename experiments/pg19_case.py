@@ -117,9 +117,9 @@ def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[Precis
 
 
 def _family(folder: Path, asked: str) -> str:
-    from replayssm.models import ModelError, config_from_folder, empty_model
+    from replayssm.models import ModelError, check_folder, empty_model
 
     try:
-        return empty_model(config_from_folder(folder), device="meta").geometry.family
+        return empty_model(check_folder(folder), device="meta").geometry.family
     except ModelError as error:
         raise ConfigError(f"model.path={asked}: {error}") from None

@@ -152,19 +152,19 @@ def questions_of(file: Path) -> list[str]:
 
 
 def _refuse_headless(case: SpeculativeCase) -> None:
-    from replayssm.models import ModelError, empty_model
+    from replayssm.models import ModelError, check_folder
 
     try:
-        empty_model(model_config(case), device="meta", head=True)
+        check_folder(case.weights, head=True)
     except ModelError as error:
         raise refuse("drafter", case.drafter, "controlled, ngram, draft_model", f"finds no head: {error}") from None
 
 
 def _refuse_other_vocabulary(case: SpeculativeCase) -> None:
-    from replayssm.models import ModelError, config_from_folder
+    from replayssm.models import ModelError, check_folder
 
     try:
-        drafts = config_from_folder(case.draft_weights).vocab_size
+        drafts = check_folder(case.draft_weights).vocab_size
     except ModelError as error:
         raise ConfigError(f"draft_weights={case.draft_weights}: {error}") from None
     if drafts != (own := model_config(case).vocab_size):

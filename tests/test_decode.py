@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +240,9 @@ def test_a_folder_is_refused_by_its_option(tmp_path: Path) -> None:
         case_from_config(asked)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=rf"^weights={tmp_path}: .*model_type=None is unknown; accepted: nemotron_h"):
+        case_from_config(asked)
+    shutil.copy(ROOT / "experiments/assets/models/tiny-qwen3.5/config.json", tmp_path)
+    with pytest.raises(ConfigError, match=rf"^weights={tmp_path}: .*safetensors cannot be read, truncated or no safe"):
         case_from_config(asked)
 
 

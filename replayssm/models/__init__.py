@@ -15,7 +15,14 @@ the arm changes nothing else:
 
 from replayssm.models.cache import ModelCache, ReplayStates, States, StoredStates
 from replayssm.models.decoder import Decoder
-from replayssm.models.loading import config_from_folder, config_from_geometry, empty_model, load_model, random_model
+from replayssm.models.loading import (
+    check_folder,
+    config_from_folder,
+    config_from_geometry,
+    empty_model,
+    load_model,
+    random_model,
+)
 from replayssm.models.options import ModelError
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "ReplayStates",
     "States",
     "StoredStates",
+    "check_folder",
     "config_from_folder",
     "config_from_geometry",
     "empty_model",

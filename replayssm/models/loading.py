@@ -46,15 +46,22 @@ def load_model(
     model = empty_model(config_from_folder(folder), dtype, device, head)
     with ExitStack() as stack:
         found = _found(folder, stack)
-        tensors = dict(model.tensors(set(found)))
-        _refuse_other_dtypes(tensors, found, folder)
-        _refuse_other_names(model, tensors, found, folder)
-        _refuse_other_shapes(tensors, found, folder)
+        tensors = _fitting(model, found, folder)
         with torch.no_grad():
             for name, target in tensors.items():
                 target.copy_(found[name].get_tensor(name))
             _refuse_other_head(model, found, folder)
     return model
+
+
+def check_folder(folder: str | Path, head: bool = False) -> Config:
+    """The configuration of the model in ``folder``, whose names, dtypes and shapes of tensors are as `load_model` needs
+    them. Raises `ModelError` as it does, but reads no tensor."""
+    folder = Path(folder)
+    config = config_from_folder(folder)
+    with ExitStack() as stack:
+        _fitting(empty_model(config, device="meta", head=head), _found(folder, stack), folder)
+    return config
 
 
 def random_model(
@@ -172,6 +179,15 @@ def _found(folder: Path, stack: ExitStack) -> dict[str, Any]:
         if absent:
             raise ModelError(f"{folder}: {_some(absent)} of {INDEX} in none of its shards")
     return found
+
+
+def _fitting(model: Decoder, found: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The model's tensors by the folder's names, which are all there, in a dtype and a shape that fit."""
+    tensors = dict(model.tensors(set(found)))
+    _refuse_other_dtypes(tensors, found, folder)
+    _refuse_other_names(model, tensors, found, folder)
+    _refuse_other_shapes(tensors, found, folder)
+    return tensors
 
 
 def _refuse_other_dtypes(tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
