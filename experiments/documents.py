@@ -42,13 +42,23 @@ class Document:
 
 
 def tokenizer_of(folder: str | Path) -> Any:
-    """The fast tokenizer of a Hugging Face folder."""
+    """The fast tokenizer of a Hugging Face folder. Raises ``ConfigError`` on one that cannot be read, or that has
+    tokens beyond those of the folder's model."""
     from tokenizers import Tokenizer
+
+    from replayssm.models import config_from_folder
 
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} is missing; accepted: a folder of weights with the tokenizer.json of their model")
-    return Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # what its parser raises has no class of its own
+        raise ConfigError(f"{path} cannot be read ({error}); accepted: a tokenizer.json of `tokenizers`") from None
+    size, last = config_from_folder(folder).vocab_size, max(tokenizer.get_vocab().values(), default=0)
+    if last >= size:
+        raise ConfigError(f"{path} has token {last}; accepted: 0 to {size - 1}, which the model of its folder has")
+    return tokenizer
 
 
 def load(source: str, count: int, tokens: int, tokenizer: Any) -> list[Document]:

@@ -91,17 +91,17 @@ def check(options: argparse.Namespace) -> None:
 def generated(options: argparse.Namespace) -> Iterator[str]:
     """The prompt and what follows, in pieces. Raises ``ConfigError``."""
     import torch
-    from tokenizers import Tokenizer
 
+    from experiments.documents import tokenizer_of
     from replayssm.engine import Engine, Request, Sampling
-    from replayssm.models import ModelError, load_model
+    from replayssm.models import ModelError, check_folder, load_model
 
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
-    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
     sampling = Sampling(options.temperature, options.top_p, options.seed)
-    end = end_of_text(options.folder)
     try:
+        check_folder(options.folder)
+        tokenizer, end = tokenizer_of(options.folder), end_of_text(options.folder)
+        prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
         model = load_model(options.folder, dtype=dtype, device=options.device)
         engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + options.tokens)
         tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])

@@ -18,11 +18,11 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.defaults import DEFAULT_MAX_GEN_TOKS
-from tokenizers import Tokenizer
 
 from experiments import chat
 from experiments.accuracy_arms import Arm
 from experiments.accuracy_scores import Scorer
+from experiments.documents import tokenizer_of
 from experiments.forced import Asked, Work
 from experiments.options import ConfigError, refuse
 from replayssm.engine import Request, Sampling
@@ -38,7 +38,7 @@ class Text:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer = tokenizer_of(folder)
         self.ends = _ends(folder)
         self._known: dict[str, list[int]] = {}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments import chat
 from experiments.assets import problems
+from experiments.documents import tokenizer_of
 from experiments.options import ConfigError
 from experiments.speculative_case import WORD_PROBLEMS, SpeculativeCase, questions_of
 
@@ -55,10 +56,8 @@ def _from_hub(name: str) -> list[str]:
 def prompts(case: SpeculativeCase) -> list[list[int]]:
     """The questions as the model's chat template has them, thinking off, or plainly where it has none; of longer ones
     the last ``context`` tokens. Raises ``ConfigError`` where the questions cannot be read."""
-    from tokenizers import Tokenizer
-
     folder = Path(case.weights)
-    tokenizer, template = Tokenizer.from_file(str(folder / "tokenizer.json")), chat.template_of(folder)
+    tokenizer, template = tokenizer_of(folder), chat.template_of(folder)
     made = []
     for question in questions(case):
         asked = [{"role": "user", "content": question}]

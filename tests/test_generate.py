@@ -71,6 +71,17 @@ def test_refusals_are_one_line(
     assert told.out == ""
 
 
+def test_a_configuration_that_is_no_json_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{")
+    assert run(monkeypatch, str(tmp_path)) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"folder={tmp_path}: {tmp_path / 'config.json'} is no JSON")
+    assert (told.err.count("\n"), told.out) == (1, "")
+
+
 def test_a_refusal_is_one_line_and_comes_before_torch() -> None:
     code = (
         "import sys, atexit; from experiments import generate\n"

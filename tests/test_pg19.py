@@ -186,6 +186,29 @@ def test_documents_of_a_folder(books: Path, tmp_path: Path) -> None:
         documents.tokenizer_of(tmp_path)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODELS / "tiny-qwen3.5", tmp_path / "model"))
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_in_one_line(folder: Path) -> None:
+    """One of more tokens than the model has, which would be looked up behind the end of its embedding."""
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"vocab_size": 1024', '"vocab_size": 1023'))
+    with pytest.raises(ConfigError, match=r"tokenizer.json has token 1023; accepted: 0 to 1022, which the model of "):
+        documents.tokenizer_of(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read \(EOF .*\); accepted: a tokenizer.json of "):
+        documents.tokenizer_of(folder)
+
+
+def test_weights_that_cannot_be_loaded_are_refused_before_anything_runs(folder: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ConfigError, match=r"^model.path=.*model.safetensors cannot be read, truncated or no safeten"):
+        case_from_config(config(f"model.path={folder}"))
+
+
 def test_documents_of_a_parquet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader is pandas', which needs a package that not everyone has: its table is put in its place."""
     tokenizer = documents.tokenizer_of(MODELS / "tiny-qwen3.5")
