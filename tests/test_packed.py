@@ -34,7 +34,8 @@ def states(size: int = 128) -> Tensor:
     x = torch.randn(64, size, generator=generator) * 2.0 ** torch.randint(-40, 40, (64, 1), generator=generator)
     x[:32] *= torch.randn(32, size, generator=generator).exp()
     x[40], x[41, :32], x[42, :16] = 0.0, 0.0, x[42, :16] * 1e-7
-    x[43] = (torch.arange(size) % 25 - 12) / 2  # with an amax of 6 the scales of nvfp4 are ones: ties of E2M1
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])  # all of E2M1: with an amax of 6 scales are ones
+    x[43] = torch.cat([ties, -ties]).repeat(-(-size // 16))[:size]
     x[44] = 2.0**-140
     return x
 
