@@ -35,7 +35,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "<", "p", ">", "h", "d", "*")
 HIDDEN = 0.01
 """Width up to which an interval lies behind its marker in a panel whose scale is one or two high."""
 SHADES = 128
-"""Of a bitmap, which takes a third of the bytes of one in true colour and shows lines and letters as well."""
+"""Of a bitmap, a third of the bytes of true colour: those furthest apart, so that a small marker keeps its own."""
 FAILED = "#B22222"
 WEAK = "one process, few rounds or noisy"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
@@ -232,6 +232,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     svg.write_text(compact(drawn.getvalue(), f"f{zlib.crc32(name.encode()):x}"[:5]), encoding="utf-8")
     bitmap = io.BytesIO()
     figure.savefig(bitmap, format="png")
-    Image.open(bitmap).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE).save(png, optimize=True)
+    shades = Image.open(bitmap).convert("RGB").quantize(SHADES, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    shades.save(png, optimize=True)
     plt.close(figure)
     return [svg, png]

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from PIL import Image
 from records import ARMS, case, group, sweep, write
 
 from analysis import captions, figures, published, style, tables
@@ -173,3 +174,17 @@ def test_captions_name_the_sources_of_published_values_and_only_of_those():
     assert {name for name, sources in named.items() if sources} == set(captions.PUBLISHED)
     assert named["kl_by_position"] == ["- summary of the paper, second, item 10"]
     assert not any("48018 (Kernel" in source for source in named["decode_by_batch"])
+
+
+def test_a_small_marker_keeps_its_colour_in_the_bitmap(tmp_path):
+    """Among much text a palette of the most frequent colours would give the markers one another's."""
+    with plt.rc_context(style.RC):
+        figure, axes = style.panels([3, 3], [])
+        for ax in axes:
+            style.heading(ax, "Nemotron-3-Nano-4B", "Mamba-2, fp32 state, random weights, context 16, NVIDIA H200")
+            for place, colour in enumerate(style.COLOURS):
+                ax.errorbar(place, place, yerr=0.3, marker="o", ms=3.2, color=colour)
+        bitmap = Image.open(style.save(figure, tmp_path, "markers")[1])
+    seen = np.array([colour for _, colour in bitmap.convert("RGB").getcolors()])
+    wanted = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in style.COLOURS])
+    assert np.abs(seen[:, None] - wanted).max(axis=2).min(axis=0).max() <= 12
