@@ -15,11 +15,11 @@ PUBLISHED |= dict.fromkeys(("throughput_with_drafts", "throughput_by_window"), p
 
 CAPTIONS = {
     "speedup_by_batch": "Speedup of a layer step over the fastest stored arm, by batch size; whole flush cycles, 95 % "
-    "intervals, where a marker does not hide them. Panels are of at least two batch sizes, where there are such. Grey, "
-    "open: published, on another card and at L = 16; where a curve says so, its source names the card "
-    "only and the model was inferred from it. Dotted: what this machine's bandwidths allow. Staggered phases stand a "
-    "little to the right. Coloured and hollow points prove nothing: one process, fewer than five with fewer than five "
-    "rounds each, or A/A noise above 25 %.",
+    "intervals, where a marker does not hide them. Panels are of at least two batch sizes or a failed cell, where "
+    "there are such. Grey, open: published, on another card and at L = 16; where a curve says so, its source names "
+    "the card only and the model was inferred from it. Dotted: what this machine's bandwidths allow. Staggered phases "
+    "stand a little to the right. Coloured and hollow points prove nothing: one process, fewer than five with fewer "
+    "than five rounds each, or A/A noise above 25 %.",
     "bandwidth": "Bytes moved over time beside the roof of each arm: reads at the measured read bandwidth, flushes and "
     "stored updates at that of an in-place update. Every case measures both anew; the bands reach from the lowest to "
     "the highest. Of two flush phases the slower. 95 % intervals. Hollow points prove nothing, as above.",

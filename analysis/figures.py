@@ -143,24 +143,22 @@ def speedup_by_interval(speedups: pd.DataFrame, failures: pd.DataFrame, paper: p
     looks = style.arm_look(list(speedups["arm"]))
     failed = _failed(failures[failures["arm"].isin(list(looks))])
     batches = {facet: _fullest(style.of(speedups, *facet)) for facet in style.facets(speedups)}
-    everywhere = zip(*(speedups[name] for name in (*style.FACET, "batch_size")), strict=True)
-    shown = speedups[[batches.get(tuple(facet)) == batch for *facet, batch in everywhere]]
-    facets = style.along(style.facets(shown), "interval_length", shown)
+    places = [zip(*(of[name] for name in (*style.FACET, "batch_size")), strict=True) for of in (speedups, failed)]
+    here = [np.array([batches.get(tuple(f)) == batch for *f, batch in of], dtype=bool) for of in places]
+    shown, failed = speedups[here[0]], failed[here[1]]
+    facets = style.along(style.facets(shown), "interval_length", shown, failed)
     bytes_alone = Line2D([], [], label="traffic model (bytes alone)", **GREY | {"marker": ".", "mfc": style.MUTED})
     legend = _legend(shown, looks, [bytes_alone], failed=len(failed) > 0)
     figure, axes = style.panels(style.rows(facets), legend)
     values: list[float] = []
     for ax, facet in zip(axes, facets, strict=True):
         device, model, _ = facet
-        rows, lost = style.of(speedups, *facet), style.of(failed, *facet)
-        batch = batches[facet]
-        lost = lost[lost["batch_size"] == batch].dropna(subset=["interval_length"])
-        rows = rows[rows["batch_size"] == batch]
+        rows, lost = style.of(shown, *facet), style.of(failed, *facet).dropna(subset=["interval_length"])
         lengths = {1, 16, 64, *(int(v) for v in rows["interval_length"]), *(int(v) for v in lost["interval_length"])}
         values += _draw_traffic(ax, rows, max(lengths))
         values += _draw_measured(ax, rows, lost, "interval_length", looks)
         style.doubling_axis(ax, sorted(lengths), "interval length L")
-        style.heading(ax, style.title(model, paper), style.subtitle(rows, device, f"batch {batch}"))
+        style.heading(ax, style.title(model, paper), style.subtitle(rows, device, f"batch {batches[facet]}"))
     _finish_speedups(axes, values)
     return figure
 

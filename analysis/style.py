@@ -129,10 +129,11 @@ def facets(*frames: pd.DataFrame) -> list[Facet]:
     return [(r.device, r.model, r.state) for r in sorted(found.itertuples(index=False), key=place)]
 
 
-def along(facets: Sequence[Facet], axis: str, *frames: pd.DataFrame) -> list[Facet]:
-    """Panels with several values on their ``axis``; all of them where none has, as after a single run."""
-    values = {facet: {v for frame in frames for v in of(frame, *facet)[axis].dropna()} for facet in facets}
-    return [facet for facet in facets if len(values[facet]) > 1] or list(facets)
+def along(facets: Sequence[Facet], axis: str, rows: pd.DataFrame, lost: pd.DataFrame | None = None) -> list[Facet]:
+    """Panels with several values of ``rows`` on their ``axis``, or with a failed cell; all of them where none has, as
+    after a single run."""
+    failed = rows.iloc[:0] if lost is None else lost
+    return [f for f in facets if of(rows, *f)[axis].nunique() > 1 or len(of(failed, *f))] or list(facets)
 
 
 def of(frame: pd.DataFrame, device: str, model: str, state: str) -> pd.DataFrame:

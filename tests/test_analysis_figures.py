@@ -188,3 +188,9 @@ def test_a_small_marker_keeps_its_colour_in_the_bitmap(tmp_path):
     seen = np.array([colour for _, colour in bitmap.convert("RGB").getcolors()])
     wanted = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in style.COLOURS])
     assert np.abs(seen[:, None] - wanted).max(axis=2).min(axis=0).max() <= 12
+
+
+def test_a_failed_cell_keeps_its_panel_and_a_single_batch_size_does_not(tmp_path):
+    alone = [group(case("qwen3_5_122b"), replicate=n, seed=n) for n in range(2)]
+    assert [ax.get_title() for ax in axes_of(tmp_path, *sweep(), *alone)] == ["Nemotron-3-Nano-4B", "Qwen3.5-4B"]
+    assert len(axes_of(tmp_path, *alone)) == 1
