@@ -97,7 +97,7 @@ def speedup_by_batch(speedups: pd.DataFrame, failures: pd.DataFrame, paper: pd.D
         device, model, state = facet
         rows, lost = style.of(ours, *facet), style.of(failed, *facet)
         batches = {1, 256, *(int(b) for b in rows["batch_size"]), *(int(b) for b in lost["batch_size"].dropna())}
-        values += _draw_published(ax, paper, model, batches) if state == PAPER_STATE else []
+        values += _draw_published(ax, paper, model, batches, rows) if state == PAPER_STATE else []
         values += _draw_measured(ax, rows, lost, "batch_size", looks)
         if device and 1 not in {*rows["batch_size"], *lost["batch_size"]}:
             place = {"xycoords": ax.get_xaxis_transform()} | style.SMALL | {"ha": "left"}
@@ -181,7 +181,7 @@ def decode_by_batch(models: pd.DataFrame, failures: pd.DataFrame, paper: pd.Data
         rows, lost = style.of(ours, *facet), style.of(failed, *facet)
         batches = {1, *(int(b) for b in rows["batch_size"]), *(int(b) for b in lost["batch_size"].dropna())}
         if state == PAPER_STATE:
-            values += _draw_published(ax, paper, model, batches, published.MODELS)
+            values += _draw_published(ax, paper, model, batches, rows, published.MODELS)
         values += _draw_measured(ax, rows, lost, "batch_size", looks)
         style.doubling_axis(ax, sorted(batches), "batch size")
         told = f"{rows['weights'].iloc[0]} weights, context {rows['context'].iloc[0]}"
@@ -228,7 +228,7 @@ def _draw_measured(
 
 
 def _draw_published(
-    ax: Axes, paper: pd.DataFrame, model: str, batches: set[int], experiment: str = published.KERNEL
+    ax: Axes, paper: pd.DataFrame, model: str, batches: set[int], ours: pd.DataFrame, experiment: str = published.KERNEL
 ) -> list[float]:
     """Published curves in grey with open markers, and the range over the paper's models in the panels of these alone;
     returns their values, adds their batch sizes.
@@ -243,11 +243,8 @@ def _draw_published(
         batches |= {int(b) for b in part["batch_size"]}
         where = [math.log2(b) for b in part["batch_size"]]
         ax.plot(where, part["value"], ls="--", lw=1.2, marker="D", mfc="white", color=style.MUTED, zorder=2)
-        second = min(1, len(where) - 1)  # where the curve is steep, so that a label above its left is free
-        spot = (where[second], float(part["value"].iloc[second]))
-        place = {"textcoords": "offset points", "va": "bottom"} | style.SMALL | {"ha": "right"}
         note = "\nmodel inferred" if published.model_inferred(part) else ""
-        ax.annotate(f"published, {card}{note}", spot, (-5, 3), **place)
+        style.curve_name(ax, f"published, {card}{note}", where, list(part["value"]), ours)
         values += list(part["value"])
     return values
 

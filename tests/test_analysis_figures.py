@@ -185,7 +185,9 @@ def test_a_small_marker_keeps_its_colour_in_the_bitmap(tmp_path):
             for place, colour in enumerate(style.COLOURS):
                 ax.errorbar(place, place, yerr=0.3, marker="o", ms=3.2, color=colour)
         bitmap = Image.open(style.save(figure, tmp_path, "markers")[1])
-    seen = np.array([colour for _, colour in bitmap.convert("RGB").getcolors()])
+    counts = sorted(bitmap.convert("RGB").getcolors(), reverse=True)
+    assert max(max(colour) - min(colour) for _, colour in counts[:8]) <= 2  # paper, grid and ink stay grey
+    seen = np.array([colour for _, colour in counts])
     wanted = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in style.COLOURS])
     assert np.abs(seen[:, None] - wanted).max(axis=2).min(axis=0).max() <= 12
 
@@ -194,3 +196,14 @@ def test_a_failed_cell_keeps_its_panel_and_a_single_batch_size_does_not(tmp_path
     alone = [group(case("qwen3_5_122b"), replicate=n, seed=n) for n in range(2)]
     assert [ax.get_title() for ax in axes_of(tmp_path, *sweep(), *alone)] == ["Nemotron-3-Nano-4B", "Qwen3.5-4B"]
     assert len(axes_of(tmp_path, *alone)) == 1
+
+
+@pytest.mark.parametrize(("factor", "below"), [(0.9, False), (0.3, True)])
+def test_a_published_curve_is_named_where_ours_is_not(tmp_path, factor, below):
+    """Nemotron 3 Nano is published at 1.36x at batch 8."""
+    arms = {"stored/cpu": 1.0, "replay/cpu": factor}
+    ax = axes_of(tmp_path, *(group(case(batch=b), arms=arms, replicate=n, seed=n) for b in (8, 64) for n in range(2)))[
+        0
+    ]
+    name = next(text for text in ax.texts if text.get_text().startswith("published"))
+    assert (name.xy[0] == np.log2(128)) == (name.get_va() == "top") == below
