@@ -34,9 +34,10 @@ CAPTIONS = {
     "throughput_by_window": "Tokens a second of replay over those of snapshots at the same drafts, by batch size and "
     "window T = 1 + drafts. Dashed, open: published over vLLM's own speculative decoding, on another card, in its "
     "window's colour. Hollow points prove nothing, as above.",
-    "requests_that_fit": "Requests whose states, rings and convolutions fit in 100 GB, by window; keys and values, "
-    "which are the same for all arms, are not counted. Open: requests that an engine on a B300 held at once, at 2,048 "
-    "tokens each, as published: the ratio of the two is comparable, the numbers are not.",
+    "requests_that_fit": "Requests whose states, rings and convolutions fit in 100 GB, by window T = 1 + drafts, and "
+    "the bytes of each; keys and values, which are the same for all arms, are not counted. Open bars: requests that an "
+    "engine on a B300 held at once, at 2,048 tokens each, as published: the ratio of the two is comparable, the "
+    "numbers are not.",
     "step_by_part": "Time of a whole model's decode step by part, at the shortest context that was run: the "
     "state-space layers' steps and the model's matrix products, both timed alone in the same run, and what remains; "
     "where products alone take longer than all that is not layers, they are cut to that. The error bar is that of the "

@@ -12,18 +12,22 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from analysis import published, style
 from analysis.cells import strongest, weaknesses
 
 NAMES = ("throughput_with_drafts", "throughput_by_window", "requests_that_fit")
 GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.1, "ms": 4}
+NUMBER: dict[str, Any] = {"ha": "center", "fontsize": 7, "bbox": {"fc": "white", "ec": "none", "pad": 0.6}}
 KINDS = {"replay": "replay, no drafts", "snapshots": "drafts, snapshots", "verify": "drafts, replay"}
 LOOKS = {
     kind: {"color": style.COLOURS[i], "marker": style.MARKERS[i]}
     for i, kind in enumerate(("verify", "snapshots", "replay"))
 }
+BESIDE = 0.12
+"""Doublings between points of one batch size."""
 SHOWN_WINDOW = 4
 """Of the figure that compares arms; the nearest that was run."""
 
@@ -59,8 +63,7 @@ def with_drafts(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
         part = _longest(style.of(rows, *facet))
         window = _nearest(part["window"])
         part = part[part["window"] == window]
-        for kind, of_arm in part.groupby("kind"):
-            _line(ax, of_arm, ("over_plain", "plain_low", "plain_high"), LOOKS[str(kind)])
+        _lines(ax, part, "kind", ("over_plain", "plain_low", "plain_high"), LOOKS)
         known = published.drafted(paper, facet[1], published.PLAIN)
         _draw_published(ax, known[known["window"] == SHOWN_WINDOW])
         _finish(ax, part, known, facet, paper, window)
@@ -84,8 +87,7 @@ def by_window(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -
         part = _longest(style.of(rows, *facet))
         lost = style.of(failures, *facet)
         style.crosses(ax, lost, "batch_size", [looks[int(window)]["color"] for window in lost["window"]])
-        for window, of_window in part.groupby("window"):
-            _line(ax, of_window, ("over_snapshots", "low", "high"), looks[int(window)])
+        _lines(ax, part, "window", ("over_snapshots", "low", "high"), looks)
         known = published.drafted(paper, facet[1], published.NATIVE)
         for window, of_window in known.groupby("window"):
             _draw_published(ax, of_window, looks[int(window)]["color"])
@@ -95,42 +97,45 @@ def by_window(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -
 
 
 def requests(rows: pd.DataFrame, paper: pd.DataFrame) -> Figure:
-    """Requests whose states, rings and convolutions fit in 100 GB, by window; the bytes of one beside each point."""
+    """Requests whose states, rings and convolutions fit in 100 GB, a bar an arm and window, and the bytes of one."""
     rows = rows.drop_duplicates([*style.FACET, "kind", "window", "inputs", "interval_length"])
     facets = _with_published(style.facets(rows), paper, None)
-    legend = [Line2D([], [], label=KINDS[kind], **LOOKS[kind]) for kind in KINDS]
-    legend.append(Line2D([], [], label="published: at once on a B300, open", **GREY | {"ls": ""}))
-    figure, axes = style.panels(style.rows(facets), legend)
-    for ax, facet in zip(axes, facets, strict=True):
+    lines = [_held(style.of(rows, *facet), published.concurrency(paper, facet[1])) for facet in facets]
+    legend = [Patch(color=LOOKS[kind]["color"], label=KINDS[kind]) for kind in KINDS]
+    legend.append(Patch(fc="white", ec=style.MUTED, label="published: at once on a B300"))
+    counts = style.rows(facets)
+    firsts = [sum(counts[:row]) for row in range(len(counts))]
+    highest = [max(map(len, lines[first : first + count])) for first, count in zip(firsts, counts, strict=True)]
+    figure, axes = style.panels(counts, legend, [1.3 + 0.26 * count for count in highest])
+    for ax, facet, held in zip(axes, facets, lines, strict=True):
         part = style.of(rows, *facet)
-        for kind, of_arm in part.groupby("kind"):
-            of_arm = of_arm.sort_values("window").drop_duplicates("window")
-            ax.plot(of_arm["window"], of_arm["requests_in_100_gb"].astype(float), **LOOKS[str(kind)])
-            if kind == "replay":  # hardly above replay with drafts
-                continue
-            last = of_arm.iloc[-1]
-            place = {"textcoords": "offset points", "fontsize": 6.5, "color": LOOKS[str(kind)]["color"]}
-            spot = (last["window"], float(last["requests_in_100_gb"]))
-            ax.annotate(f"{last['request_mib']:.4g} MiB each", spot, (0, -11), ha="right", **place)
-        for kind, count in published.concurrency(paper, facet[1]).items():
-            look = GREY | {"ls": "", "color": LOOKS[kind]["color"], "marker": LOOKS[kind]["marker"], "ms": 6}
-            ax.plot(SHOWN_WINDOW, count, **look)
-            ax.annotate(
-                f"{count:g}", (SHOWN_WINDOW, count), (6, -2), textcoords="offset points", **style.SMALL | {"ha": "left"}
-            )
-        windows = sorted({SHOWN_WINDOW, *(int(w) for w in part["window"])})
-        ax.set_xticks(windows)
-        ax.set_xlim(min(windows) - 0.6, max(windows) + 0.6)
-        ax.set_yscale("log")
-        ax.margins(y=0.18)
-        ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
-        ax.yaxis.set_minor_locator(NullLocator())
-        ax.set_xlabel("window T, tokens")
+        for place, (kind, _, count, told, ours) in enumerate(held):
+            colour = LOOKS[kind]["color"]
+            ax.barh(-place, count, 0.7, fc=colour if ours else "white", ec=colour)
+            ax.annotate(told, (count, -place), (4, 0), textcoords="offset points", va="center", fontsize=7)
+        ax.set_yticks([-place for place in range(len(held))], [name for _, name, *_ in held])
+        ax.set_xlim(0, 2.1 * max(count for _, _, count, *_ in held))
+        ax.grid(axis="y", visible=False)
+        ax.grid(axis="x")
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
+        ax.set_xlabel("requests in 100 GB" if len(part) else "requests at once")
         told = f"L = {part['interval_length'].iloc[0]}" if len(part) else "published only"
         style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)
-    axes[0].set_ylabel("requests in 100 GB")
     return figure
+
+
+def _held(part: pd.DataFrame, known: dict[str, float]) -> list[tuple[str, str, float, str, bool]]:
+    """Kind, window, requests, their label and whether they are ours, from the top down: no drafts, then by window."""
+    found = []
+    for kind, of_arm in part.groupby("kind"):
+        of_arm = of_arm.sort_values("window").drop_duplicates("window")
+        for row in of_arm.iloc[:1].itertuples() if kind == "replay" else of_arm.itertuples():
+            count, window = float(row.requests_in_100_gb), 1 if kind == "replay" else int(row.window)
+            found.append((str(kind), window, count, f"{count:,.0f}: {row.request_mib:.4g} MiB each", True))
+    found += [(kind, SHOWN_WINDOW, count, f"{count:g} at once", False) for kind, count in known.items()]
+    found.sort(key=lambda line: (line[1], not line[4], line[0] != "verify"))
+    return [(kind, f"T = {window}", *rest) for kind, window, *rest in found]
 
 
 def _with_published(facets: list[style.Facet], paper: pd.DataFrame, baseline: str | None) -> list[style.Facet]:
@@ -168,14 +173,22 @@ def _legend(rows: pd.DataFrame, told: str) -> list[Line2D]:
     return [Line2D([], [], label=told, **GREY), *weak]
 
 
-def _line(ax: Axes, rows: pd.DataFrame, names: tuple[str, str, str], look: dict[str, str]) -> None:
+def _lines(ax: Axes, part: pd.DataFrame, apart: str, names: tuple[str, str, str], looks: dict[Any, Any]) -> None:
+    """A line a value of the column ``apart``; of a single batch size points side by side, with their numbers."""
     value, low, high = names
-    rows = rows.sort_values(["batch_size", "rounds"]).drop_duplicates("batch_size", keep="last")
-    where = [math.log2(batch) for batch in rows["batch_size"]]
-    bars = [rows[value] - rows[low], rows[high] - rows[value]]
-    ax.errorbar(where, rows[value], yerr=bars, capsize=3, elinewidth=1.3, zorder=4, **look)
-    for row in rows[rows["weak"]].itertuples():
-        ax.plot(math.log2(row.batch_size), getattr(row, value), zorder=5, **style.hollow(**look))
+    alone, count = part["batch_size"].nunique() == 1, part[apart].nunique()
+    for place, (key, rows) in enumerate(part.groupby(apart)):
+        rows = rows.sort_values(["batch_size", "rounds"]).drop_duplicates("batch_size", keep="last")
+        look, shift = looks[key], BESIDE * (place - (count - 1) / 2) if alone else 0.0
+        where = [math.log2(batch) + shift for batch in rows["batch_size"]]
+        bars = [rows[value] - rows[low], rows[high] - rows[value]]
+        ax.errorbar(where, rows[value], yerr=bars, capsize=3, elinewidth=1.3, zorder=4, **look)
+        for x, row in zip(where, rows.itertuples(), strict=True):
+            if row.weak:
+                ax.plot(x, getattr(row, value), zorder=5, **style.hollow(**look))
+            if alone:
+                number, top = f"{getattr(row, value):.2f}", max(getattr(row, value), getattr(row, high))
+                ax.annotate(number, (x, top), (0, 5), textcoords="offset points", **NUMBER)
 
 
 def _draw_published(ax: Axes, rows: pd.DataFrame, colour: str = style.MUTED) -> None:
@@ -193,9 +206,11 @@ def _finish(
     lost: pd.DataFrame | None = None,
 ) -> None:
     shown = [part["batch_size"], known["batch_size"], *([] if lost is None else [lost["batch_size"].dropna()])]
-    style.doubling_axis(ax, sorted({1, *(int(b) for of_batches in shown for b in of_batches)}), "batch size")
+    batches = {int(b) for of_batches in shown for b in of_batches}
+    style.doubling_axis(ax, sorted(batches if len(batches) == 1 else {1, *batches}), "batch size")
     ax.axhline(1, color=style.INK, lw=0.9, zorder=1)
-    ax.set_ylim(bottom=min(0.5, ax.get_ylim()[0]))
+    bottom, top = min(0.5, ax.get_ylim()[0]), ax.get_ylim()[1]
+    ax.set_ylim(bottom, top + 0.1 * (top - bottom))
     if part.empty:
         told = f"{', '.join(sorted(set(known['hardware'])))}, published only"
     else:

@@ -198,6 +198,37 @@ def test_figures_show_ours_and_the_published(tmp_path: Path, monkeypatch: pytest
     assert speculative_figures.draw(rows.iloc[:0], failures, paper, tmp_path / "none") == []
 
 
+def test_points_of_one_batch_size_stand_apart_with_their_numbers(tmp_path: Path) -> None:
+    rows = tables.build(evidence(tmp_path, *processes()))["speculative_throughput"]
+    paper = published.read(PAPER / "published.csv")
+    with plt.rc_context(style.RC):
+        ax = speculative_figures.with_drafts(rows[rows["over_plain"].notna()], paper).axes[0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["256"]
+    wanted = {f"{row.over_plain:.2f}" for row in rows.itertuples() if row.kind != "replay"}
+    numbers = {text.get_text(): text.xy for text in ax.texts if text.get_text() in wanted}
+    assert set(numbers) == wanted
+    assert len({x for x, _ in numbers.values()}) == 2
+    assert max(y for _, y in numbers.values()) < ax.get_ylim()[1]
+
+
+def test_every_request_count_is_a_bar_with_its_bytes(tmp_path: Path) -> None:
+    several = [*processes(), *processes(window=8, fields={"acceptance": 0.9})]
+    rows = tables.build(evidence(tmp_path, *several))["speculative_throughput"]
+    with plt.rc_context(style.RC):
+        axes = speculative_figures.requests(rows, published.read(PAPER / "published.csv")).axes
+    ours, theirs = axes[0], next(ax for ax in axes if ax.get_title(loc="left") == "Nemotron-3-Super-120B")
+    assert [label.get_text() for label in ours.get_yticklabels()] == ["T = 1", *["T = 4"] * 2, *["T = 8"] * 2]
+    at_four = rows[(rows["kind"] == "verify") & (rows["window"] == 4)].iloc[0]
+    told = f"{at_four['requests_in_100_gb']:,}: {at_four['request_mib']:.4g} MiB each"
+    assert told in [text.get_text() for text in ours.texts]
+    assert ours.patches[1].get_width() == at_four["requests_in_100_gb"]
+    assert ours.get_xlabel() == "requests in 100 GB"
+    assert [(bar.get_width(), bar.get_facecolor()[:3]) for bar in theirs.patches] == [
+        (694, (1, 1, 1)),
+        (213, (1, 1, 1)),
+    ]
+
+
 def test_published_values_are_read() -> None:
     paper = published.read(PAPER / "published.csv")
     over = published.drafted(paper, "qwen3_5_122b", published.NATIVE)
