@@ -78,9 +78,9 @@ def aa_noise(cell: Cell) -> float:
 
 def weaknesses(processes: int, rounds: int, noise: float) -> list[str]:
     """Why a row of speedups or roofs is shown but proves nothing; empty when it may. ``rounds`` are those in all."""
-    found = ["one process"] if processes < 2 else []
-    few = f"fewer than {MIN_ROUNDS} processes of fewer than {MIN_ROUNDS} rounds"
-    found += [few] if too_few(processes, rounds) else []
+    few = f"of fewer than {MIN_ROUNDS} rounds" if too_few(processes, rounds) else ""
+    found = [f"one process {few}".strip()] if processes < 2 else []
+    found += [f"fewer than {MIN_ROUNDS} processes {few}"] if few and not found else []
     return found + ([f"A/A noise of {100 * noise:.0f} %"] if noise > LOUD_AA else [])
 
 

@@ -210,15 +210,18 @@ def ideal_gain(question: Question) -> Finding:
     wrong = [r.ideal_bytes < floor or (r.low > ceiling and not weak(r)) for r in rows]
     beyond = [r for r in rows if r.low > r.ideal_bytes]
     answers = [NO if no else OPEN if r in beyond else YES for r, no in zip(rows, wrong, strict=True)]
-    note = "; ".join(dict.fromkeys(map(_beyond_bytes, beyond)))
+    note = "; ".join(map(_beyond_bytes, by_model(beyond)))
     ideals, measured = [r.ideal_bytes for r in rows], [r.speedup for r in rows]
     ours = f"{span(ideals)} from bytes; {span(measured)} measured"
     return Finding(ours, verdict_of(answers, rows), differed(rows), note, rows)
 
 
-def _beyond_bytes(row: Any) -> str:
+def _beyond_bytes(rows: list[Any]) -> str:
+    """The largest gain of a model's rows."""
+    row = max(rows, key=lambda r: r.speedup)
     allowed = "" if pd.isna(row.ideal_roof) else f"; the measured bandwidths allow {row.ideal_roof:.2f}x"
-    return f"{row.arm} gains {row.speedup:.2f}x, more than bytes explain ({row.model}, {row.phase}{allowed})"
+    most = f", the most of {len(rows)} such" if len(rows) > 1 else ""
+    return f"{row.arm} gains {row.speedup:.2f}x, more than bytes explain ({row.model}, {row.phase}{allowed}){most}"
 
 
 def ring_cost(question: Question) -> Finding:

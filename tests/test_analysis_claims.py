@@ -328,6 +328,16 @@ def test_the_bound_of_bytes_can_be_refused(tmp_path, factor, ring, verdict):
     assert found.note.count(beyond) == (verdict != rules.SUPPORTED)
 
 
+def test_of_gains_beyond_bytes_the_largest_of_a_model_is_told(tmp_path):
+    arms = ("stored/cpu", "replay/cpu")
+    groups = [*fast(batch=64, factor=0.53), *fast(batch=128, factor=0.52)]
+    groups = [[replace(r, arms=arms) for r in g if r.arm in arms] for g in groups]
+    note = verdicts(tmp_path, *groups)["gain-at-most-two"].note
+    assert note.startswith("replay/cpu gains 1.9")
+    assert note.count("more than bytes explain") == 1
+    assert note.endswith("x), the most of 2 such")
+
+
 @pytest.mark.parametrize(
     ("ring", "verdict"), [(0.06, rules.SUPPORTED), (0.0, rules.AGAINST), (1.0, rules.AGAINST)], ids=str
 )

@@ -9,7 +9,7 @@ import pytest
 from records import ARMS, COPIES, READ, RMW, case, group, traffic, write
 
 from analysis import table_text, tables
-from analysis.cells import strongest
+from analysis.cells import strongest, weaknesses
 from analysis.load import load
 
 
@@ -215,3 +215,10 @@ def test_windows_of_another_cycle_are_refused(tmp_path):
     found = built(tmp_path, *windows(16))
     assert len(found["window_speedups"]) == 0
     assert set(found["exclusions"]["gate"]) == {"whole cycles"}
+
+
+def test_why_a_row_proves_nothing_is_told_once():
+    assert weaknesses(1, 2, 0.0) == ["one process of fewer than 5 rounds"]
+    assert weaknesses(1, 10, 0.0) == ["one process"]
+    assert weaknesses(2, 8, 0.0) == ["fewer than 5 processes of fewer than 5 rounds"]
+    assert weaknesses(5, 10, 0.3) == ["A/A noise of 30 %"]
