@@ -84,23 +84,28 @@ def _section(
     section: Section, tables: dict[str, pd.DataFrame], claims: pd.DataFrame, figures: list[str], evidence: Evidence
 ) -> dict[str, Any]:
     """Everything that a section shows; without records it has claims that are not run, and how to run them."""
-    modules = "|".join(section.experiments)
-    own = claims[claims["command"].str.match(rf"python -m experiments\.({modules})\b")]
+    own = claims[[_experiment(command) in section.experiments for command in claims["command"]]]
     ran = own[~own["verdict"].isin((NOT_RUN, CANNOT_RUN))]
     differed: dict[str, dict[str, None]] = defaultdict(dict)
-    for what, _, told in (part.partition(": ") for text in ran["differed"] for part in text.split("; ") if part):
-        differed[what] |= dict.fromkeys(told.split(", "))
+    for what, colon, told in (part.partition(": ") for text in ran["differed"] for part in text.split("; ") if part):
+        differed[f"{what}{colon}"] |= dict.fromkeys(told.split(", "))
     shown = [(title, name) for title, name in section.tables if name in ALWAYS or len(tables[name])]
     return {
         "name": section.name,
         "title": section.title,
         "about": section.about,
         "measured": _measured(section, evidence),
-        "differed": [f"{what}: {', '.join(told)}" for what, told in differed.items()],
+        "differed": [f"{what}{', '.join(told)}" for what, told in differed.items()],
         "commands": list(dict.fromkeys(re.sub(r"; in the authors' fork.*", "", c) for c in own["command"])),
         "figures": [{"name": name, "caption": CAPTIONS[name]} for name in section.figures if name in figures],
         "tables": [_table(title, name, tables[name]) for title, name in shown],
     }
+
+
+def _experiment(command: str) -> str:
+    """What the records of a claim's command are called: kernels with a window are an experiment of their own."""
+    found = re.match(r"python -m experiments\.(\w+)", command)
+    return "window" if found and " window=" in command and found[1] == "kernel" else found[1] if found else ""
 
 
 def _measured(section: Section, evidence: Evidence) -> list[str]:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from records import COPIES, GPU, READ, RMW, case, check, group, write
 
-from analysis import claims, rules, tables
+from analysis import claims, report, rules, tables
 from analysis.load import load
 from analysis.speculative_rules import UNCHANGED
 from experiments.measure.record import Comparison, Record
@@ -166,3 +166,16 @@ def test_kernels_without_matrix_instructions_contradict(tmp_path: Path) -> None:
     for root, verdict in ((tmp_path / "root", rules.AGAINST), (tmp_path / "none", rules.NOT_RUN)):
         rows = claims.evaluate(claims.read(ROOT / "results/paper/claims.toml"), tables.build(found), found, root)
         assert rows.set_index("id").loc["tensor-core-verification", "verdict"] == verdict
+
+
+def test_what_windows_differ_in_stands_with_speculative_decoding(tmp_path: Path) -> None:
+    evidence = load([write(tmp_path, *windows())])
+    built = tables.build(evidence)
+    table = claims.evaluate(claims.read(ROOT / "results" / "paper" / "claims.toml"), built, evidence, ROOT)
+    page = report.render(built, table, [], evidence, linked=False)
+    kernel, windowed, *_ = page.split("<section>")[1:]
+    told = "models not run: nemotron_3_nano_4b"
+    assert (told in kernel, told in windowed) == (False, True)
+    assert (" window=4" in kernel, " window=4" in windowed) == (False, True)
+    compiled = table.assign(differed="compiled, not run; kernels: this project's")
+    assert "compiled, not run; kernels: this project" in report.render(built, compiled, [], evidence, linked=False)
