@@ -56,8 +56,9 @@ CAPTIONS = {
     "step_by_ring_length": "Time of a layer step with all rows at one ring length, without a commit; the last length "
     "flushes. Stored steps do not depend on it.",
     "kl_by_position": "KL divergence of an arm's next-token distribution from that of the stored float32 state, by "
-    "position in a document; half octaves, bands are 95 % intervals over documents. The dashed values are those of "
-    "another model and another text: they say how far apart the two arms are, not where ours should lie.",
+    "position in a document; half octaves, bands are 95 % intervals over documents. Single documents are left out "
+    "where a model has several. The dashed values are those of another model and another text: they say how far apart "
+    "the two arms are, not where ours should lie.",
     "state_error_by_position": "Relative error of the states against the float32 trajectory, mean over layers, heads "
     "and documents, where all arms stand behind a flush. What is fed back accumulates error or does not; what is only "
     "read is rounded once. A curve that leaves its panel is that of a state that grows without bound: what each flush "

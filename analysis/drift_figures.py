@@ -30,9 +30,9 @@ def draw(tables: dict[str, pd.DataFrame], paper: pd.DataFrame, folder: Path) -> 
     """Draw those for which there is something to show; returns their names."""
     kl, positions, states = (tables[name] for name in ("drift_kl", "drift_positions", "drift_states"))
     shown: list[tuple[str, pd.DataFrame, Callable[[pd.DataFrame], Figure]]] = [
-        (NAMES[0], positions[positions["kl"] > 0], lambda found: kl_by_position(found, paper)),
-        (NAMES[1], states, state_error_by_position),
-        (NAMES[2], kl[kl["arm"].isin(MAIN) & (kl["kl"] > 0) & kl["step_bytes"].notna()], kl_by_bytes),
+        (NAMES[0], _several(positions[positions["kl"] > 0]), lambda found: kl_by_position(found, paper)),
+        (NAMES[1], _several(states), state_error_by_position),
+        (NAMES[2], _several(kl[kl["arm"].isin(MAIN) & (kl["kl"] > 0) & kl["step_bytes"].notna()]), kl_by_bytes),
         (NAMES[3], _at_several_lengths(kl), kl_by_interval),
     ]
     for name, rows, figure in shown:
@@ -99,6 +99,12 @@ def kl_by_interval(kl: pd.DataFrame) -> Figure:
     return figure
 
 
+def _several(frame: pd.DataFrame) -> pd.DataFrame:
+    """Without rows of a single document, which has no interval, where a model has several on the same device."""
+    most = frame.groupby(["device", "model"])["documents"].transform("max")
+    return frame[(frame["documents"] > 1) | (most == 1)]
+
+
 def _at_several_lengths(kl: pd.DataFrame) -> pd.DataFrame:
     """Arms without their @L, those at several interval lengths in one place."""
     plain = kl.assign(arm=[str(arm).split("@")[0] for arm in kl["arm"]])
@@ -126,17 +132,17 @@ def _looks(frame: pd.DataFrame) -> tuple[dict[str, dict[str, Any]], list[Any]]:
 
 
 def _panels(frame: pd.DataFrame, legend: list[Any], what: str) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
-    """A panel a model, device, text and length, with its heading."""
+    """A panel a model, device, text and length, with its heading; each device begins a row."""
     parts = [part for _, part in frame.groupby(PLACE, dropna=False, sort=True)]
-    counts = [min(3, len(parts) - first) for first in range(0, len(parts), 3)]
+    counts = style.rows([(str(part["device"].iloc[0]), "", "") for part in parts])
     figure, axes = style.panels(counts, legend, margin=0.82)
     axes[0].get_gridspec().update(wspace=0.26)
     for ax, part in zip(axes, parts, strict=True):
         row = part.iloc[0]
         length = f"{row['documents']} x {row['tokens']:,} tokens"
         style.heading(ax, str(row["model"]), f"{length} of {row['source']}, {row['inputs']}, {row['device']}")
-    for first in range(0, len(parts), 3):
-        axes[first].set_ylabel(what)
+    for row, _ in enumerate(counts):
+        axes[sum(counts[:row])].set_ylabel(what)
     return figure, list(zip(axes, parts, strict=True))
 
 

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 from drift_records import AGAIN, CONTROL, drift_group
 from records import group, write
 
-from analysis import claims, tables
+from analysis import claims, drift_figures, published, style, tables
 from analysis.load import Evidence, load
 
 ROOT = Path(__file__).parents[1]
@@ -118,3 +120,16 @@ def test_claims_follow_the_intervals(tmp_path: Path, laws: Any, size: Any, expec
     ids = ("shared-copy-compounds", "read-errors-stay", "pg19-kl")
     assert [table.loc[name, "verdict"] for name in ids] == [f"{e} on an analogue" for e in expected]
     assert "model: tiny-qwen3.5; text: books, not PG-19; card: NVIDIA H200" in table.loc["pg19-kl", "differed"]
+
+
+def test_a_single_document_is_drawn_where_a_model_has_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {}
+    monkeypatch.setattr(style, "save", lambda figure, folder, name: drawn.update({name: figure}) or plt.close(figure))
+    found = tables.build(loaded(tmp_path, drift_group()))
+    one = {name: frame.assign(documents=1) for name, frame in found.items() if "documents" in frame}
+    both = {name: pd.concat([found[name], frame]) for name, frame in one.items()}
+    paper = published.read(ROOT / "results" / "paper" / "published.csv")
+    for built, counts in ((found, ["4 x"]), (found | one, ["1 x"]), (found | both, ["4 x"])):
+        assert "kl_by_bytes" in drift_figures.draw(built, paper, tmp_path)
+        headings = [ax.texts[0].get_text() for ax in drawn["kl_by_bytes"].axes]
+        assert [text[:3] for text in headings] == counts
