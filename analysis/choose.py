@@ -154,15 +154,20 @@ def _rank(row: Any) -> tuple[bool, float]:
 
 
 def verdict(batch: int, context: int, entry: dict[str, Any]) -> tuple[str, str, str]:
-    """A kind, what to do, and why. A whole model's step counts before a layer's; of several contexts the nearest."""
+    """A kind, what to do, and why. A whole model's step counts before a layer's; of several contexts the nearest. What
+    it gains is proven at shorter contexts too, and at longer ones not: there attention takes more of the step.
+    """
     layer, whole = entry["layer"], entry["whole"]
+    longer = False
     if whole:
         nearest = min(whole, key=lambda other: (abs(math.log2(other / context)), other))
-        row, what = whole[nearest], "a step of the whole model"
-        where = "" if nearest == context else f"; measured at context {nearest:,} only"
+        row, what, longer = whole[nearest], "a step of the whole model", context > nearest
+        less = " only, and a longer one gains less" if longer else " only"
+        where = "" if nearest == context else f"; measured at context {nearest:,}{less}"
     else:
         row, what, where = layer, "a layer's step", "; no step of the whole model was measured"
     kind, arm = _kind(row), f"{row.arm}, L = {row.interval_length}"
+    kind = UNPROVEN if kind == USE and longer else kind
     told = {USE: f"use {arm}", DO_NOT: f"do not use: batch {batch}", UNPROVEN: f"probably {arm}"}[kind]
     if kind == USE and not whole:
         kind, told = UNPROVEN, f"promising: {arm}"
