@@ -30,7 +30,7 @@ from analysis import tables  # noqa: E402
 from analysis.gates import remarks  # noqa: E402
 from analysis.load import load  # noqa: E402
 from experiments.case import Case, Precision, Timing  # noqa: E402
-from experiments.measure import devices, gates, layers, provenance, worker  # noqa: E402
+from experiments.measure import devices, layers, provenance, worker  # noqa: E402
 from experiments.measure.assemble import Group  # noqa: E402
 from experiments.measure.journal import Journal  # noqa: E402
 from experiments.measure.record import Record  # noqa: E402
@@ -102,7 +102,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> devices.Cpu:
     monkeypatch.setitem(devices.DEVICES, "cuda", stand_in)
     monkeypatch.setattr(provenance, "device", lambda kind: stand_in.describe())
     monkeypatch.setattr(provenance.nvidia, "gpu_state", stand_in.state)
-    monkeypatch.setattr(gates, "SLACK", 4.0)  # the interpreter truncates bfloat16, which doubles the error of outputs
     monkeypatch.setattr(worker, "probe_bytes", lambda case, copies: 4096)
     return stand_in
 

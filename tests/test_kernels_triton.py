@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 DEVICE = "cuda" if GPU else "cpu"
 KERNELS: dict[str, Any] = {"mamba2": mamba2, "gdn": gdn, "kda": kda}
 SLOTS = 7
-ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8 if GPU else 2**-7, torch.float16: 2**-11 if GPU else 2**-10}
-"""Relative error of one rounding; the interpreter truncates where the device rounds to nearest."""
+ROUNDING = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Relative error of one rounding."""
 FLOAT32 = 4e-6
 """Relative error by norm of sums of a few dozen float32 numbers."""
 
