@@ -69,8 +69,8 @@ class CacheLayer:
     ``state [S,H,P,N]``; ``flushes [S]`` int64, one added by the kernel for each row it folds; ``cursor, origin [S]``
     int32. ``ring`` by family: Mamba-2 ``x [S,H,R,P]``, ``B [S,G,R,N]``, ``dt [S,H,R]``; GDN ``k [S,HK,R,K]`` before its
     norm, ``k_rnorm [S,HK,R]``, ``d [S,HV,R,V]``, ``g [S,HV,R]``, with the raw fold also ``v [S,HV,R,V]`` and
-    ``beta [S,HV,R]``; KDA as GDN with ``g [S,H,R,K]``. In a ring of ``ring_format`` fp8_e4m3 x, B, k, v and d are codes
-    in uint8, each with a ``x_scales [S,H,R,blocks]`` beside it.
+    ``beta [S,HV,R]``; KDA as GDN with ``g [S,H,R,K]``, float32 or bfloat16. In a ring of ``ring_format`` fp8_e4m3 x, B,
+    k, v and d are codes in uint8, each with a ``x_scales [S,H,R,blocks]`` beside it.
 
     ``packed`` is the checkpoint where its format has scales; ``state`` is then its codes. ``read_copy`` is the read
     copy where there is one, both as `Packed` of ``[S,H,P,N]``.
@@ -96,6 +96,7 @@ class ReplayCache:
     ``window`` None is standard decoding; a number is speculative decoding with that many tokens a step. ``input_dtype``
     is the ring's dtype for what arrives in activation precision (x, B, k, v); dt, g, 1/norm, beta and the corrected
     value d are float32 (float64 with a float64 state). ``raw_fold`` keeps v and beta for the fold from raw inputs.
+    ``decay_dtype`` of KDA in standard decoding may be bfloat16: g is rounded to it in the ring, and nowhere else.
     ``precision`` takes the place of ``state_dtype`` and ``raw_fold``. Raises ``ValueError`` on impossible sizes.
     """
 
@@ -112,6 +113,7 @@ class ReplayCache:
         state_dtype: torch.dtype = torch.float32,
         input_dtype: torch.dtype = torch.bfloat16,
         raw_fold: bool = False,
+        decay_dtype: torch.dtype = torch.float32,
         precision: Precision | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -127,6 +129,12 @@ class ReplayCache:
             state_dtype, raw_fold = DTYPES.get(precision.update, torch.float32), precision.fold == "raw"
         if raw_fold and geometry.family == "mamba2":
             raise ValueError("raw_fold=True is for GDN and KDA; a Mamba-2 ring holds raw inputs already")
+        accepted = (torch.float32, torch.bfloat16) if geometry.family == "kda" else (torch.float32,)
+        if decay_dtype not in accepted:
+            told = ", ".join(map(str, accepted))
+            raise ValueError(f"decay_dtype={decay_dtype} is impossible for {geometry.family}; accepted: {told}")
+        if decay_dtype is not torch.float32 and window is not None:
+            raise ValueError(f"decay_dtype={decay_dtype} is impossible with window={window}; accepted: torch.float32")
         self.geometry, self.layers, self.slots = geometry, layers, slots
         self.interval_length, self.window = interval_length, window
         self.capacity = max(1, interval_length - 1) if window is None else max(interval_length, window) + window
@@ -146,7 +154,7 @@ class ReplayCache:
         self.ring = {
             name: _filled((layers, slots, *shape), dtype, device, by_token)
             for name, (shape, dtype) in _ring_layout(
-                g, self.capacity, input_dtype, state_dtype, raw_fold, self.ring_format
+                g, self.capacity, input_dtype, state_dtype, raw_fold, decay_dtype, self.ring_format
             ).items()
         }
         self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -336,7 +344,13 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | s
 
 
 def _ring_layout(
-    g: Geometry, capacity: int, inputs: torch.dtype, state: torch.dtype, raw_fold: bool, format: str | None
+    g: Geometry,
+    capacity: int,
+    inputs: torch.dtype,
+    state: torch.dtype,
+    raw_fold: bool,
+    decay: torch.dtype,
+    format: str | None,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape behind ``[layers, slots]`` and dtype of each ring tensor."""
     wide = torch.float64 if state == torch.float64 else torch.float32
@@ -351,8 +365,10 @@ def _ring_layout(
         "k": ((g.groups, capacity, g.state_dim), inputs),
         "k_rnorm": ((g.groups, capacity), wide),
         "d": ((g.heads, capacity, g.head_dim), wide),
-        "g": ((g.heads, capacity, g.state_dim) if g.family == "kda" else (g.heads, capacity), wide),
+        "g": ((g.heads, capacity), wide),
     }
+    if g.family == "kda":
+        layout["g"] = ((g.heads, capacity, g.state_dim), wide if decay is torch.float32 else decay)
     if raw_fold:
         layout["v"] = ((g.heads, capacity, g.head_dim), inputs)
         layout["beta"] = ((g.heads, capacity), wide)

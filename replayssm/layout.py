@@ -59,34 +59,44 @@ FORMATS = {
 }
 PLAIN = ("fp32", "bf16", "fp16")
 IN_RING = (*PLAIN, "fp8_e4m3")
+DECAYS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Ring:
     """What one ring token holds. Mamba-2: x, B in ``inputs``, dt in float32. GDN and KDA: k in ``inputs``, d in ``d``,
-    g in float32, with ``key_norm`` the float32 1/norm of k, with ``raw`` also v in ``inputs`` and beta in float32, from
-    which flushes then fold instead of d. Scales of fp8_e4m3 are those of each vector; raises ``ValueError`` on another
-    format."""
+    g in float32, KDA's in ``decay``, with ``key_norm`` the float32 1/norm of k, with ``raw`` also v in ``inputs`` and
+    beta in float32, from which flushes then fold instead of d. Scales of fp8_e4m3 are those of each vector; raises
+    ``ValueError`` on another format."""
 
     inputs: str = "bf16"
     d: str = "fp32"
     key_norm: bool = True
     raw: bool = False
+    decay: str = "fp32"
 
     def __post_init__(self) -> None:
         for field in ("inputs", "d"):
             if getattr(self, field) not in IN_RING:
                 raise ValueError(f"{field}={getattr(self, field)!r} is no ring format; accepted: {', '.join(IN_RING)}")
+        if self.decay not in DECAYS:
+            raise ValueError(f"decay={self.decay!r} is no format of decays; accepted: {', '.join(DECAYS)}")
 
     def token_bytes(self, geometry: Geometry) -> tuple[int, int, int]:
-        """Bytes of one token ``(appended, read for outputs, read to fold)``."""
+        """Bytes of one token ``(appended, read for outputs, read to fold)``. Raises ``ValueError`` for another family
+        than KDA with a ``decay`` that is not fp32.
+        """
         g, inputs = geometry, FORMATS[self.inputs]
+        if self.decay != "fp32" and g.family != "kda":
+            raise ValueError(f"decay={self.decay} is for KDA; accepted for {g.family}: fp32")
         values, keys = g.heads * inputs.row_bytes(g.head_dim), g.groups * inputs.row_bytes(g.state_dim)
         if g.family == "mamba2":
             token = values + keys + 4 * g.heads
             return token, token, token
         key = keys + 4 * g.groups * self.key_norm
-        decay = 4 * g.heads * (g.state_dim if g.family == "kda" else 1)
+        decay = 4 * g.heads
+        if g.family == "kda":
+            decay = g.heads * FORMATS[self.decay].row_bytes(g.state_dim)
         corrected = g.heads * FORMATS[self.d].row_bytes(g.head_dim)
         raw = values + 4 * g.heads if self.raw else 0
         return key + decay + corrected + raw, key + decay + corrected, key + decay + (raw or corrected)

@@ -183,6 +183,19 @@ def test_impossible_sizes(options: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("gdn", {}, "torch.bfloat16 is impossible for gdn; accepted: torch.float32"),
+        ("kda", {"window": 2}, "torch.bfloat16 is impossible with window=2; accepted: torch.float32"),
+        ("kda", {"decay_dtype": torch.float16}, "torch.float16 is impossible for kda; accepted: torch.float32, "),
+    ],
+)
+def test_decays_in_bfloat16_are_those_of_kda(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^decay_dtype={message}"):
+        ReplayCache(Geometry(family, 4, 4, 3, 5), slots=1, **({"decay_dtype": torch.bfloat16} | options))
+
+
 def test_mamba2_has_no_second_fold() -> None:
     with pytest.raises(ValueError, match=r"^raw_fold=True is for GDN and KDA"):
         ReplayCache(Geometry("mamba2", 4, 2, 3, 5), slots=1, raw_fold=True)

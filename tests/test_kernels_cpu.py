@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.inputs import make_inputs, make_state
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.geometry import Geometry
-from replayssm.kernels.cpu import KERNELS, bandwidth, compilation, gdn, lanes, mamba2
+from replayssm.kernels.cpu import KERNELS, bandwidth, compilation, gdn, kda, lanes, mamba2
 from replayssm.recurrence import FAMILIES
 
 GEOMETRIES = {
@@ -324,6 +324,17 @@ def test_refuses(what: str, message: str) -> None:
     assert (arguments[0] == SENTINEL).all()
     assert (cache.state == 0).all()
     assert all(ring.isnan().all() for ring in cache.ring.values())
+
+
+def test_refuses_decays_in_bfloat16() -> None:
+    geometry = GEOMETRIES["kda"][0]
+    cache = ReplayCache(geometry, slots=1, interval_length=3, decay_dtype=torch.bfloat16)
+    index = cache.index(cache.batch(cache.allocate()))
+    inputs = make_inputs(geometry, 1, 1, dtype=torch.bfloat16, seed=2)
+    out = torch.full((1, geometry.heads, geometry.head_dim), SENTINEL).bfloat16()
+    with pytest.raises(ValueError, match=r"^ring g has dtype torch.bfloat16; accepted: torch.float32$"):
+        kda.replay_step(out, cache.layer(0), inputs[0], index)
+    assert (out == SENTINEL).all()
 
 
 # Lanes, cache of machine code, bandwidth -----------------------------------------------------------------------------

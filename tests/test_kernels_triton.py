@@ -61,17 +61,21 @@ class Step:
         flavour: str = "mixed",
         strided: bool = False,
         raw: bool = False,
+        decay: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
-        self.cursors, self.length, self.strided, self.raw = cursors, interval_length, strided, raw
+        self.cursors, self.length, self.strided, self.raw, self.decay = cursors, interval_length, strided, raw, decay
+        self.lengths = torch.tensor([cursor or 0 for cursor in cursors])
         shape = geometry(family, head_dim, state_dim)
         drawn = make_sequence(shape, len(cursors), interval_length, seed=seed, flavour=flavour)
         narrow = drawn.to(dtype)
         wide = narrow.inputs._replace(**{n: getattr(drawn.inputs, n).float() for n in WIDE if hasattr(drawn.inputs, n)})
+        if decay is not torch.float32:
+            in_ring = (torch.arange(interval_length)[:, None] < self.lengths)[..., None, None]
+            wide = wide._replace(g=torch.where(in_ring, wide.g.to(decay).float(), wide.g))
         self.sequence = Sequence(shape, drawn.state.to(state_dtype), wide)
         self.truth = Sequence(shape, self.sequence.state.double(), _double(wide))
         self.outputs, self.states = self.truth.run()
-        self.lengths = torch.tensor([cursor or 0 for cursor in cursors])
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[: len(cursors)]
         live = torch.tensor([cursor is not None for cursor in cursors])
         self.slots = torch.where(live, order, -1)
@@ -110,8 +114,9 @@ class Step:
         for name, tensor in zip(filled._fields, filled, strict=True):
             if tensor is None:
                 continue
-            wide = name in ("dt", "k_rnorm", "d", "g", "beta")
-            entries = torch.full((SLOTS, *tensor.shape[1:]), torch.nan, dtype=torch.float32 if wide else dtype)
+            wide = self.decay if name == "g" else torch.float32
+            held = wide if name in ("dt", "k_rnorm", "d", "g", "beta") else dtype
+            entries = torch.full((SLOTS, *tensor.shape[1:]), torch.nan, dtype=held)
             for row, slot in self.rows():
                 entries[slot] = tensor[row].roll(int(self.origin[slot]), dims=1)
             ring[name] = self._place(entries)
@@ -169,7 +174,7 @@ class Step:
             elif name == "d":
                 assert distance(entry, corrected(token, row, self.states[j][row])) <= FLOAT32
             else:
-                assert torch.equal(entry.cpu().double(), getattr(token, name)[row]), name
+                assert torch.equal(entry.cpu(), getattr(token, name)[row].to(entry.dtype)), name
             ring[name][slot, :, place] = entry
 
     def stored(self, launch: Launch | None = None) -> None:
@@ -259,6 +264,16 @@ def test_folds_from_raw_inputs_in_other_shapes_and_formats(family: str) -> None:
         Step(family, [3, 2], 4, head_dim=32, dtype=torch.bfloat16, state_dtype=state_dtype, raw=True).replay()
 
 
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("interval_length", [1, 3, 16])
+def test_decays_in_bfloat16_are_rounded_in_the_ring_alone(interval_length: int, raw: bool) -> None:
+    """A row's own token decays by what arrived, at a flush too; by each launch that reads rings its own way."""
+    L = interval_length
+    for launch in ("whole head", "eager", "two tiles"):
+        step = Step("kda", [L - 1, None, 0, max(0, L - 2)], L, raw=raw, decay=torch.bfloat16, strided=True, seed=L)
+        step.replay(LAUNCHES[launch])
+
+
 @every_family
 @pytest.mark.parametrize("flavour", ["strong decay", "weak decay", "identical keys", "zero keys"])
 def test_extreme_inputs(family: str, flavour: str) -> None:
@@ -301,6 +316,12 @@ def test_bad_arguments_are_refused_before_anything_changes(family: str) -> None:
     with pytest.raises(ValueError, match=r"contiguous last axis$"):
         kernel.stored_step(step.out, step.layer.state.transpose(2, 3).contiguous().transpose(2, 3), step.inputs, slots)
     assert same_bits(step.layer.state, before)
+
+
+def test_decays_of_the_ring_are_float32_or_bfloat16() -> None:
+    step = Step("kda", [0], 3, head_dim=4, decay=torch.float16)
+    with pytest.raises(ValueError, match=r"^ring g has dtype torch.float16; accepted: torch.float32, torch.bfloat16$"):
+        kda.replay_step(step.out, step.layer, step.inputs, step.slots.to(DEVICE))
 
 
 def test_channel_decays_lie_side_by_side() -> None:

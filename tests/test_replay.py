@@ -19,7 +19,7 @@ from experiments.inputs import make_inputs, make_state
 from replayssm.cache import ReplayCache, Slot, SlotError
 from replayssm.geometry import Geometry
 from replayssm.kernels.torch import replay_step, stored_step, verify_step
-from replayssm.recurrence import FAMILIES
+from replayssm.recurrence import FAMILIES, kda
 
 VARIANTS = [("mamba2", False), ("gdn", False), ("gdn", True), ("kda", False), ("kda", True)]
 """Family, and whether the fold is the one from raw inputs."""
@@ -203,6 +203,27 @@ def test_float32_is_as_good_as_the_recurrence_in_float32(family: str, raw_fold: 
     if window is None:
         # 64 steps of an interval of 16 end with a flush, so the checkpoint is the state.
         assert (cache.state[0].double() - truth).norm() <= 2 * (honest.double() - truth).norm()
+
+
+def test_decays_in_bfloat16_are_rounded_in_the_ring_alone() -> None:
+    """Outputs take a token's decay as it arrived, the tokens behind it take it rounded, and a flush rounds none."""
+    geometry, wide, length = small_geometry("kda"), torch.float64, 3
+    options = {"state_dtype": wide, "input_dtype": wide, "decay_dtype": torch.bfloat16}
+    cache = ReplayCache(geometry, slots=2, interval_length=length, **options)
+    batch, state = cache.batch(cache.allocate(2)), make_state(geometry, 2, dtype=wide, seed=2)
+    cache.load_state(batch, state[None])
+    for t, token in enumerate(make_inputs(geometry, 2, 3 * length, dtype=wide, seed=1)):
+        expected, moved = kda.step(state, token)
+        if t % length < length - 1:
+            rounded = token.g.bfloat16().to(wide)
+            assert not torch.equal(rounded, token.g)
+            moved += state * (rounded.exp() - token.g.exp())[..., None, :]
+        out, state = torch.full((2, *output_shape(geometry)), torch.nan, dtype=wide), moved
+        replay_step(out, cache.layer(0), token, cache.index(batch))
+        cache.commit(batch)
+        assert relative_error(out, expected) <= EXACT
+    assert cache.flushes.tolist() == [[3, 3]]
+    assert relative_error(cache.state[0], state) <= EXACT
 
 
 def output_shape(geometry: Geometry) -> tuple[int, int]:

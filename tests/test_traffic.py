@@ -7,10 +7,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replayssm import flops, traffic
+from replayssm.cache import ReplayCache
 from replayssm.geometry import Geometry
 from replayssm.layout import FORMATS, PUBLISHED_RING, Format, Ring
 
@@ -94,6 +96,24 @@ def test_ring_bytes_of_each_family() -> None:
     assert Ring(d="bf16").token_bytes(Geometry("kda", 4, 4, 3, 5)) == (2 * 20 + 16 + 2 * 12 + 4 * 20,) * 3
     # With raw inputs a token also stores v and beta, outputs read d, and the fold reads v and beta instead.
     assert Ring(raw=True).token_bytes(Geometry("gdn", 4, 2, 3, 5)) == (92 + 24 + 16, 92, 92 - 48 + 24 + 16)
+
+
+@pytest.mark.parametrize("decay", ["fp32", "bf16"])
+def test_decays_in_bfloat16_take_half_of_their_bytes(decay: str) -> None:
+    geometry, dtype = Geometry("kda", 4, 4, 3, 5), {"fp32": torch.float32, "bf16": torch.bfloat16}[decay]
+    token = 2 * 20 + 16 + 4 * 12 + (80 if decay == "fp32" else 40)
+    assert Ring(decay=decay).token_bytes(geometry) == (token,) * 3
+    cache = ReplayCache(geometry, slots=1, interval_length=3, decay_dtype=dtype)
+    assert sum(tensor.nbytes for tensor in cache.ring.values()) == 2 * token
+    cycle = traffic.replay(geometry, 3, ring=Ring(decay=decay))
+    assert (cycle.ring_bytes_written, cycle.ring_bytes_read) == (2 * token, 3 * token)
+
+
+def test_only_kda_has_decays_in_another_format() -> None:
+    with pytest.raises(ValueError, match=r"^decay='fp16' is no format of decays; accepted: fp32, bf16$"):
+        Ring(decay="fp16")
+    with pytest.raises(ValueError, match=r"^decay=bf16 is for KDA; accepted for gdn: fp32$"):
+        Ring(decay="bf16").token_bytes(QWEN_4B)
 
 
 def simulate(geometry: Geometry, length: int, update: int, copy: int, ring: Ring) -> dict[str, int]:

@@ -51,10 +51,12 @@ def entries(layer: CacheLayer, inputs: Any, d: Tensor | None) -> dict[str, Tenso
 
 
 def refuse_other_dtypes(layer: CacheLayer, inputs: Any) -> None:
-    """A ring without a format of its own holds inputs as they arrived; another dtype would round them silently."""
+    """A ring without a format of its own holds inputs as they arrived; another dtype would round them silently. Decays
+    are in bfloat16 where that was asked for.
+    """
     if layer.ring_format is not None:
         return
     for name, held in layer.ring.items():
         given = getattr(inputs, name).dtype if name in inputs._fields else held.dtype
-        if given is not held.dtype:
+        if given is not held.dtype and (name != "g" or held.dtype is not torch.bfloat16):
             raise ValueError(f"{name} has dtype {given}; accepted: {held.dtype}, the dtype of the ring")

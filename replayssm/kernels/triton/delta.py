@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,6 +60,9 @@ from replayssm.kernels.triton.tiles import (
     zeros,
 )
 from replayssm.recurrence.gdn import Inputs
+
+DECAYS = (torch.float32, torch.bfloat16)
+"""Of KDA's ring; all sums of them are float32."""
 
 
 class _Ring(NamedTuple):
@@ -251,7 +255,7 @@ def _check_ring(layer: CacheLayer, geometry: Geometry, inputs: Inputs) -> _RingS
         k=check("ring k", ring["k"], (slots, g.groups, R, g.state_dim), (inputs.k.dtype,)),
         k_rnorm=check("ring k_rnorm", ring["k_rnorm"], (slots, g.groups, R), WIDE, scalars=True),
         d=check("ring d", ring["d"], (slots, g.heads, R, g.head_dim), WIDE),
-        g=check("ring g", ring["g"], (slots, g.heads, R, *channels), WIDE, scalars=not channels),
+        g=check("ring g", ring["g"], (slots, g.heads, R, *channels), DECAYS if channels else WIDE, not channels),
         **raw,
     )
 
@@ -495,7 +499,8 @@ def _walk(mine, weight, token, k, p, end, cut: tl.constexpr, form: tl.constexpr)
         d = tl.load(mine.d + entry * mine.strides.d[2] + p, mask=live & (p < end), other=0.0)
         if form.CHANNELS:
             key *= tl.exp(since)
-            since += tl.load(mine.g + entry * mine.strides.g[2] + n, mask=live & (n < cut.N), other=0.0)
+            g = tl.load(mine.g + entry * mine.strides.g[2] + n, mask=live & (n < cut.N), other=0.0)
+            since += g.to(tl.float32)
         w = element(weight, entry if cut.EAGER else age, cut)
         added_q += (w * tl.sum(key * token.q, axis=0)) * d
         added_k += (w * tl.sum(key * k, axis=0)) * d
@@ -514,7 +519,8 @@ def _append(ring, mine, token, k_rnorm, slot, entry, head, part, p, end, cut: tl
             beta = ring.beta + slot * mine.strides.beta[0] + head * mine.strides.beta[1]
             tl.store(beta + entry * mine.strides.beta[2], token.beta)
         if form.CHANNELS:
-            tl.store(mine.g + entry * mine.strides.g[2] + n, token.g, mask=n < cut.N)
+            g = token.g.to(mine.g.dtype.element_ty)
+            tl.store(mine.g + entry * mine.strides.g[2] + n, g, mask=n < cut.N)
         else:
             tl.store(mine.g + entry * mine.strides.g[2], token.g)
         if head % cut.SHARE == 0:
@@ -597,7 +603,7 @@ def _channel_system(mine, rnorms, cut: tl.constexpr):
     for s in tl.range(cut.L - 1):
         entry = (mine.oldest + s) % cut.CAPACITY
         k = tl.load(mine.k + entry * mine.strides.k[2] + n, mask=n < cut.N, other=0.0).to(tl.float32)
-        g = tl.load(mine.g + entry * mine.strides.g[2] + n, mask=n < cut.N, other=0.0)
+        g = tl.load(mine.g + entry * mine.strides.g[2] + n, mask=n < cut.N, other=0.0).to(tl.float32)
         since += g[None, :]
         total += g
         products = rnorms * tl.sum(keys * tl.exp(since) * k[None, :], axis=1)
@@ -633,7 +639,8 @@ def _later(mine, g_now, n, cut: tl.constexpr):
     """
     j = tl.arange(0, cut.RING)
     pointers = mine.g + ((mine.oldest + j + 1) % cut.CAPACITY)[None, :] * mine.strides.g[2] + n[:, None]
-    after = tl.load(pointers, mask=(j + 1 < mine.length)[None, :] & (n < cut.N)[:, None], other=0.0)
+    mask = (j + 1 < mine.length)[None, :] & (n < cut.N)[:, None]
+    after = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     after = tl.where((j + 1 == mine.length)[None, :], g_now[:, None], after)
     return product(after, tl.where(j[:, None] >= j[None, :], 1.0, 0.0).to(tl.bfloat16))
 
@@ -644,4 +651,4 @@ def _since(mine, g_now, n, cut: tl.constexpr):
     j = tl.arange(0, cut.RING)
     pointers = mine.g + ((mine.oldest + j) % cut.CAPACITY)[:, None] * mine.strides.g[2] + n[None, :]
     gs = tl.load(pointers, mask=(j < mine.length)[:, None] & (n < cut.N)[None, :], other=0.0)
-    return tl.sum(gs, axis=0) + g_now
+    return tl.sum(gs.to(tl.float32), axis=0) + g_now

@@ -46,7 +46,8 @@ def replay_step(
     """One token a row in standard decoding; arguments as `stored_step`, with a `replayssm.cache.CacheLayer`.
 
     Rows with a full ring fold ring and token into the checkpoint and count the flush: from d, or from v and beta in a
-    ring that keeps them (``raw_fold``). The others append the token and its d. Mutates ``out``, the checkpoint and
+    ring that keeps them (``raw_fold``). The others append the token and its d. The ring's g is float32 or bfloat16, to
+    which it is rounded there; the token's own output takes it as it arrived. Mutates ``out``, the checkpoint and
     ``flushes`` or the ring; raises ``ValueError`` on what it does not take.
     """
     delta.replay_step("kda", out, layer, inputs, slots, launch, rounding, gates)
