@@ -54,9 +54,9 @@ OPTIONS = (
 )
 WINDOW_OPTIONS = ("window", "accepted")
 """Those of the kernel experiment alone."""
-ABLATION = "oracle"
-"""Kind of arms that are run only when named."""
-WINDOW_KINDS = ("snapshots", "verify", ABLATION)
+ABLATIONS = ("oracle/triton", "replay/triton-decay-bf16")
+"""Arms that are run only when named."""
+WINDOW_KINDS = ("snapshots", "verify", "oracle")
 MAX_WINDOW = 16
 MODEL_FIELDS = (
     *("name", "hf_id", "hf_id_bf16", "weights", "family", "counts", "ssm", "attention", "mlp", "moe", "mtp"),
@@ -256,7 +256,7 @@ def arms_from_config(
     example = "a list of " + (", ".join(here) or "arms, but none runs here")
     arms = get(config, "arms", example)
     if arms == DEFAULT_ARMS:
-        fit = [arm for arm in here if state in state_formats(arm) and not arm.startswith(f"{ABLATION}/")]
+        fit = [arm for arm in here if state in state_formats(arm) and arm not in ABLATIONS]
         if not fit:
             held = [name for name in FORMATS if any(name in state_formats(arm) for arm in here)]
             raise refuse("precision.state", state, ", ".join(held) or "none", f"is held by no arm of {device=!s}")
@@ -313,7 +313,7 @@ def without_kernels(case: Case) -> tuple[str, ...]:
     """Arms of the case's device that ``default`` leaves out, since they have no kernels of its family."""
     windowed = isinstance(case, WindowCase)
     there = [arm for arm in known_arms() if of_windows(arm) == windowed and case.device in devices(arm)]
-    return tuple(arm for arm in there if case.geometry.family not in families(arm))
+    return tuple(arm for arm in there if case.geometry.family not in families(arm) and arm not in ABLATIONS)
 
 
 @functools.cache  # a sweep asks once a case

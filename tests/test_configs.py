@@ -22,6 +22,7 @@ from experiments.case import (
     case_hash,
     model_from_config,
     models_with_geometry,
+    without_kernels,
 )
 from experiments.options import ConfigError
 from replayssm.geometry import Geometry
@@ -162,6 +163,18 @@ def test_an_overridden_geometry_changes_the_name() -> None:
     assert model_from_config(named) == ("mine", Geometry("gdn", 48, 16, 128, 128))
     given = compose("kernel", "model=glm_5_3_flash", "+model.ssm={heads: 4, groups: 4, head_dim: 8, state_dim: 8}")
     assert model_from_config(given)[0] == "glm_5_3_flash+heads=4+groups=4+head_dim=8+state_dim=8"
+
+
+def test_an_ablation_runs_when_it_is_named() -> None:
+    named = "arms=[replay/triton-decay-bf16]"
+    kda = ("device=cuda", "model=kimi_linear_48b")
+    assert arms_from_config(compose("kernel", *kda, named)) == ("replay/triton-decay-bf16",)
+    assert "replay/triton" in arms_from_config(compose("kernel", *kda))
+    assert "replay/triton-decay-bf16" not in arms_from_config(compose("kernel", *kda))
+    of_all_families = case_from_config(compose("kernel", "device=cuda"))
+    assert "replay/triton-decay-bf16" not in without_kernels(of_all_families)
+    with pytest.raises(ConfigError, match=r"^arms=replay/triton-decay-bf16 has kernels of kda, not of mamba2; "):
+        arms_from_config(compose("kernel", "device=cuda", named))
 
 
 def test_a_window_makes_another_case_with_arms_of_its_own() -> None:

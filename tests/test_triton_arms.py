@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from experiments.case import Case, Precision, Timing, known_arms
 from experiments.measure import gates
 from experiments.measure.gated import raw_inputs
-from experiments.measure.layers import forget
+from experiments.measure.layers import Layers, forget
 from replayssm.geometry import Geometry
 from replayssm.recurrence import FAMILIES
 
@@ -75,6 +77,57 @@ def test_other_intervals_pass_too(name: str, length: int, monkeypatch: pytest.Mo
     judged(name, case("gdn", "fp16", length=length))
 
 
+def of_decays() -> Case:
+    """Inputs in float32, so that no rounding of outputs hides one of decays."""
+    return dataclasses.replace(case("kda", phase="staggered", length=5), precision=Precision("fp32", "fp32"))
+
+
+def test_decays_in_bfloat16_pass_the_gates() -> None:
+    """At an interval of one, too, where no token is ever in a ring."""
+    judged("replay/triton-decay-bf16", of_decays())
+    judged("replay/triton-decay-bf16", case("kda", length=1))
+
+
+def found_errors(name: str, check: gates.Check) -> tuple[Tensor, dict[str, float]]:
+    correctness, outputs = check.run(arm(name).prepare(check.case, 2), 0, None)
+    return outputs, {c.quantity: c.error for c in correctness.comparisons if c.budget}
+
+
+def test_the_error_of_decays_in_bfloat16_is_told_against_decays_as_they_are() -> None:
+    """And arms that round none are compared with one that does by its budget, not by theirs."""
+    check = gates.Check(of_decays(), 2, "before")
+    rounded, told = found_errors("replay/triton-decay-bf16", check)
+    exact, beside = found_errors("replay/triton", check)
+    assert told.keys() == beside.keys()
+    assert all(100 * beside[quantity] < told[quantity] < 1e-2 for quantity in told)
+    agreement = check.agreement(exact, rounded)
+    assert 1e-5 < agreement.error <= agreement.budget < 1e-2
+
+
+def faults_of(layers: Any, of: Case) -> tuple[str, ...]:
+    return tuple(gates.Check(of, 2, "before").run(layers, 0, None)[0].faults())
+
+
+def test_decays_that_are_not_rounded_to_nearest_are_seen() -> None:
+    of = of_decays()
+    layers = arm("replay/triton-decay-bf16").prepare(of, 2)
+    step = layers._step
+
+    def with_a_bit_less(out: Any, layer: Any, inputs: Any, slots: Any) -> None:
+        step(out, layer, inputs, slots)
+        layer.ring["g"].view(torch.int16).bitwise_and_(-2)
+
+    layers._step = with_a_bit_less
+    assert any(fault.startswith("output error") for fault in faults_of(layers, of))
+
+
+def test_an_arm_that_rounds_decays_needs_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = of_decays()
+    layers = arm("replay/triton-decay-bf16").prepare(of, 2)
+    monkeypatch.setattr(type(layers), "honest_step", Layers.honest_step)
+    assert any(fault.startswith("output error") for fault in faults_of(layers, of))
+
+
 @every_family
 def test_raw_inputs_give_the_ready_gates(family: str) -> None:
     token = arm("replay/triton").prepare(case(family), 1).tokens.at(0, 0)
@@ -127,3 +180,13 @@ def test_each_record_tells_the_variants_apart() -> None:
     bytes_of = {name: arm(name).traffic(of).ring_bytes_written for name in ("replay/triton", "replay/triton-raw-fold")}
     assert bytes_of["replay/triton-raw-fold"] > bytes_of["replay/triton"]
     assert set(told) <= set(known_arms())
+
+
+def test_the_record_of_decays_in_bfloat16_tells_them_their_bytes_and_their_budget() -> None:
+    of = case("kda")
+    told = arm("replay/triton-decay-bf16").describe(of)
+    assert (told["decay"], told["gates"]) == ("bf16", "ready")
+    assert told["budget"] == "of a version that rounds the decays of tokens in the ring to bf16"
+    exact, rounded = (arm(name).traffic(of) for name in ("replay/triton", "replay/triton-decay-bf16"))
+    tokens = of.batch_size * (of.interval_length - 1) / of.interval_length
+    assert exact.ring_bytes_written - rounded.ring_bytes_written == pytest.approx(tokens * 2 * 16 * 2)

@@ -111,6 +111,12 @@ class Layers:
         """
         return inputs
 
+    def honest_step(self, step: Any, state: Tensor, inputs: Any, appended: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and new state of an honest version of this arm, from the recurrence's ``step``; ``appended [R]`` are
+        the rows whose token goes into the ring, not into the checkpoint.
+        """
+        return step(state, self.as_rounded(inputs))
+
     def out_of(self, passes: int) -> Tensor:
         """``[copies,B,H,P]`` or ``[copies,B,T,H,P]``, where pass ``passes`` writes its outputs."""
         return self.out[passes % len(self.out)]
@@ -179,14 +185,12 @@ class StoredLayers(Layers):
 class ReplayLayers(Layers):
     """Copies of a replay layer, as the layers of one `ReplayCache`. ``commit`` moves cursor and origin on the device,
     as `replayssm.kernels.triton.commit.commit` does; without one the cache does, which no CUDA graph can capture.
-    ``raw_fold`` keeps v and beta in the rings, from which flushes then fold.
+    Of ``ring``, options of the cache: ``raw_fold`` keeps v and beta in the rings, from which flushes then fold.
     """
 
     flushes_per_cycle = 1
 
-    def __init__(
-        self, case: Case, copies: int, step: Step, commit: Commit | None = None, raw_fold: bool = False
-    ) -> None:
+    def __init__(self, case: Case, copies: int, step: Step, commit: Commit | None = None, **ring: Any) -> None:
         super().__init__(case, copies)
         self.positions = case.interval_length
         self.cache = ReplayCache(
@@ -197,8 +201,8 @@ class ReplayLayers(Layers):
             window=case.window if isinstance(case, WindowCase) else None,
             state_dtype=DTYPES[case.precision.state],
             input_dtype=DTYPES[case.precision.inputs],
-            raw_fold=raw_fold,
             device=self.device,
+            **ring,
         )
         self._step, self._commit = step, commit
         self._layers = [self.cache.layer(copy) for copy in range(copies)]
