@@ -24,6 +24,7 @@ from experiments.measure import launches
 from replayssm.cache import CacheLayer, ReplayCache
 from replayssm.formats import DTYPES, nearest_round
 from replayssm.geometry import Geometry
+from replayssm.graphs import capture
 from replayssm.kernels.triton import gdn, kda, launch_csv, launch_table, mamba2
 from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence import FAMILIES
@@ -157,9 +158,7 @@ def test_a_graph_does_what_its_steps_do(family: str, format: str) -> None:
         layer.stagger()
         assert len(layer.layer.cursor.unique()) == layer.rows
     before = [tensor.clone() for tensor in graphed.memory()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cycle(graphed, outputs[1])
+    graph = capture(lambda: cycle(graphed, outputs[1]))
     for tensor, old in zip(graphed.memory(), before, strict=True):
         assert same_bits(tensor, old)
     for _ in range(2):

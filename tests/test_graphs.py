@@ -1,4 +1,4 @@
-"""Captures: Python's garbage collector rests meanwhile. A stand-in takes the place of CUDA graphs."""
+"""Captures: Python's garbage collector rests meanwhile. Where there is no GPU a stand-in takes the place of graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from replayssm.graphs import capture
 
 
 class Lost:
-    """Garbage that only the collector finds, as an engine of before may be."""
+    """Garbage that only the collector finds, with what it holds."""
 
-    def __init__(self) -> None:
-        self.itself = self
+    def __init__(self, held: Any = None) -> None:
+        self.itself, self.held = self, held
 
 
 @pytest.fixture
@@ -77,3 +77,24 @@ def test_garbage_goes_before_a_capture_or_after_it(entered: list[Any]) -> None:
 
     capture(run)
     assert left == [None, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_graph_that_is_lost_during_a_capture_does_not_spoil_it() -> None:
+    x = torch.zeros(1, device="cuda")
+    x.add_(1)
+    others = [capture(lambda: x.add_(1))]
+    threshold = gc.get_threshold()
+
+    def run() -> None:
+        gc.set_threshold(1)
+        Lost(others.pop())
+        assert [[] for _ in range(100)]
+        x.add_(1)
+
+    try:
+        capture(run).replay()
+    finally:
+        gc.set_threshold(*threshold)
+    assert x.item() == 2
