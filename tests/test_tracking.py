@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from drift_records import drift_group
-from records import group
+from records import group, speculative_group
 
 from experiments.measure.journal import Journal
 from experiments.options import ConfigError
@@ -62,6 +62,14 @@ def test_a_speedup_is_over_the_fastest_stored_arm_of_the_group() -> None:
     assert by_arm["replay/cpu"].config["baseline"] == "stored/cpu"
     assert by_arm["replay/cpu"].metrics["speed/speedup"] == pytest.approx(step["stored/cpu"] / step["replay/cpu"])
     assert by_arm["stored/cpu"].metrics["speed/speedup"] == 1
+
+
+def test_arms_with_drafts_are_compared_by_their_tokens() -> None:
+    speeds = {run.config["arm"]: run.metrics for run in tracked(speculative_group())}
+    rate = {arm: found["speed/tokens_per_s"] for arm, found in speeds.items()}
+    for arm, found in speeds.items():
+        assert found["speed/speedup"] == pytest.approx(rate[arm] / rate["snapshots/triton"])
+    assert speeds["replay/triton"]["speed/speedup"] < 2  # a step without drafts is four times as fast, for one token
 
 
 def test_a_document_is_a_series_by_position() -> None:

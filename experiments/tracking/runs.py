@@ -192,6 +192,11 @@ def _numbers(value: Any, index: str = "") -> Iterator[tuple[str, float]]:
         yield index, value
 
 
+def _tokens(record: Record) -> float:
+    """Of a row in a step: with drafts, those that counted."""
+    return float(record.decode.get("tokens_per_step", 1.0))
+
+
 def _add_times(run: TrackedRun, record: Record, baseline: Record | None) -> None:
     whole = record.experiment in ("decode", "speculative")
     unit, scale = ("time/model_step_{}ms", 1e6) if whole else ("time/layer_step_{}us", 1e3)
@@ -214,10 +219,9 @@ def _add_times(run: TrackedRun, record: Record, baseline: Record | None) -> None
     ]
     step = step_ns(record)
     if baseline:
-        run.metrics["speed/speedup"] = step_ns(baseline) / step
+        run.metrics["speed/speedup"] = step_ns(baseline) / step * _tokens(record) / _tokens(baseline)
     if whole:
-        tokens = record.case["batch_size"] * record.decode.get("tokens_per_step", 1.0)
-        run.metrics["speed/tokens_per_s"] = tokens / step * 1e9
+        run.metrics["speed/tokens_per_s"] = record.case["batch_size"] * _tokens(record) / step * 1e9
     moved = [record.traffic.get(f"{part}_bytes_{way}") for part in ("state", "ring") for way in ("read", "written")]
     if all(isinstance(part, int | float) for part in moved):
         run.metrics["speed/achieved_bytes_per_s"] = sum(moved) / step * 1e9
