@@ -171,6 +171,10 @@ def test_the_parts_of_a_step_add_up(swept: dict[str, Any]) -> None:
     )
     assert replay == pytest.approx([0.5 * at["step_ms"], 0.5 * at["step_ms"] + 0.1, at["step_ms"]], rel=1e-3)
     assert len(tops) == 3 * 2 * 3  # parts, arms, batches; of the longer context none
+    assert [bool(patch.get_hatch()) for patch in ax.patches[-6:]] == [True] * 3 + [False] * 3
+    told = [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    assert {"left, hatched: stored", "right: replay"} < {*told}
+    assert ax.get_ylabel() == "milliseconds a step"
     cut = rows.assign(products_ms=1e3)
     (ax,) = decode_figures.step_by_part(cut, PUBLISHED).axes
     assert max(patch.get_y() + patch.get_height() for patch in ax.patches) == pytest.approx(max(tops))

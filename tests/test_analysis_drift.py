@@ -133,3 +133,26 @@ def test_a_single_document_is_drawn_where_a_model_has_no_more(tmp_path: Path, mo
         assert "kl_by_bytes" in drift_figures.draw(built, paper, tmp_path)
         headings = [ax.texts[0].get_text() for ax in drawn["kl_by_bytes"].axes]
         assert [text[:3] for text in headings] == counts
+
+
+def test_figures_draw_every_arm_with_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(style, "save", lambda figure, folder, name: drawn.update({name: figure}) or plt.close(figure))
+    built = tables.build(loaded(tmp_path, drift_group()))
+    states = built["drift_states"].assign(update=lambda frame: frame["update"] * 2)  # so that copies differ
+    drift_figures.draw(built | {"drift_states": states}, published.read(ROOT / "results/paper/published.csv"), tmp_path)
+    for name, frame, what, value, dash in (
+        ("kl_by_position", built["drift_positions"], "KL, nats", "kl", "-"),
+        ("state_error_by_position", states, "state error", "update", "-"),
+        ("state_error_by_position", states, "state error", "read", ":"),
+    ):
+        (ax,) = drawn[name].axes
+        lines = [list(line.get_ydata()) for line in ax.lines if line.get_linestyle() == dash]
+        for _, rows in frame[frame[value] > 0].groupby("arm"):
+            assert list(rows.sort_values("position")[value]) in lines
+        assert ax.get_ylabel() == what
+    (ax,) = drawn["kl_by_bytes"].axes
+    tops = sorted(float(bars.lines[2][0].get_segments()[0][1][1]) for bars in ax.containers)
+    shown = built["drift_kl"][built["drift_kl"]["arm"].isin(drift_figures.MAIN)]
+    assert len(shown) > 1
+    assert tops == pytest.approx(sorted(shown["kl_high"]))
