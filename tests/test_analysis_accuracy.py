@@ -137,6 +137,16 @@ def test_records_of_both_kinds_are_read_from_a_folder_and_drawn(tmp_path: Path) 
     paper = published.read(ROOT / "results" / "paper" / "published.csv")
     drawn = accuracy_figures.draw(found["accuracy"], found["accuracy_by_distance"], paper, tmp_path / "figures")
     assert drawn == list(accuracy_figures.NAMES)
+    share, difference = accuracy_figures.accuracy_by_arm(found["accuracy"], paper).axes
+    rows = found["accuracy"].set_index("arm").loc[[label.get_text() for label in share.get_yticklabels()]]
+    assert [bar.lines[0].get_xdata()[0] for bar in share.containers] == list(rows["accuracy"]) != []
+    low = [bar.lines[2][0].get_segments()[0][0][0] for bar in share.containers]
+    assert low == pytest.approx(list(rows["low"]))
+    compared = rows[rows["difference"].notna() & (rows.index != "damaged")]
+    shown = [bar.lines[0].get_xdata()[0] for bar in difference.containers]
+    assert shown == list(compared["difference"])
+    assert share.get_xlabel() == "items right, %"
+    assert difference.get_xlabel() == "difference to shared_fp32, points"
     assert json.loads(lines[0])["schema"] == "replayssm.accuracy/1"
 
 

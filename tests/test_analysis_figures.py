@@ -140,6 +140,7 @@ def test_every_roof_lies_within_the_bands_of_the_measured_bandwidths(tmp_path):
             groups.append(changed)
     ax = roofs_of(tmp_path, *groups)[0]
     spans = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches]
+    assert ax.get_xlabel() == "bytes moved over time, GB/s"
     ticks = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|" and line.get_color() == style.INK]
     assert len(spans) == 2
     assert len(ticks) == 12

@@ -130,6 +130,7 @@ def test_each_state_format_has_its_panels(tmp_path, paper):
     assert [len(lines) for lines in ranges] == [1, 1, 0, 0]  # the paper's, which is of fp32 states
     shares = gpu_figures.roof_share_by_batch(found["roofs"], paper).axes
     assert len(shares) == 4
+    assert [ax.get_ylabel() for ax in shares] == ["share of the arm's roof", "", "", ""]
     assert len([c for c in shares[0].containers if c.has_yerr]) == 5
     steps = gpu_figures.step_by_ring_length(found["kernel_phases"], paper).axes
     assert [len(ax.lines) for ax in steps] == [5] * 4
