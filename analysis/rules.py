@@ -27,11 +27,13 @@ from analysis.bearing import (
     by_model,
     differed,
     is_direct,
+    missing_models,
     nearest_device,
     replay_records,
     replay_rows,
     roof_share,
     single_phases,
+    speedup_table,
 )
 from analysis.findings import (
     AGAINST,
@@ -93,7 +95,22 @@ def kernel_range(question: Question) -> Finding:
             answers.append(NO if row.high < low and not obstacle else OPEN)
             notes += [f"{row.model}: {obstacle}"] if obstacle else []
     answers, doubts = doubted(answers, rows, [r.speedup for r in rows], low)
-    return _speedups(rows, answers, batch, notes + doubts + single_phases(question, rows))
+    notes += doubts + single_phases(question, rows) + _carried_to_the_whole(question, rows, batch)
+    return _speedups(rows, answers, batch, notes)
+
+
+def _carried_to_the_whole(question: Question, rows: list[Any], batch: int) -> list[str]:
+    """What steps at two depths or more say of models of which no whole was run; extrapolations, no answers."""
+    if speedup_table(question) != "decode_speedups":
+        return []
+    depths, length, notes = question.tables["decode_depths"], question.parameters["interval_length"], []
+    same = (depths["batch_size"] == batch) & (depths["interval_length"] == length) & (depths["state"] == PAPER_STATE)
+    same &= depths["device"].isin([r.device for r in rows])
+    for (model, at, blocks), steps in depths[same].groupby(["model", "depths", "blocks"]):
+        ms = steps.groupby("kind")["extrapolated_ms"].min()
+        if model in missing_models(rows) and {"stored", "replay"} <= set(ms.index):
+            notes.append(f"{model}: {ms['stored'] / ms['replay']:.2f}x, extrapolated from {at} of {blocks} blocks")
+    return notes
 
 
 def batch_one(question: Question) -> Finding:
@@ -139,7 +156,7 @@ def largest_part(question: Question) -> Finding:
         return not_run(question)
     answers = [YES if r.context >= context and r.baseline_state_share >= 0.5 else OPEN for r in rows]
     told = [f"{r.baseline_state_share:.2f} at {r.context} tokens ({r.model}, batch {r.batch_size})" for r in rows]
-    notes = [f"{r.model}: no longer context run" for r in rows if r.context < context]
+    notes = [f"{r.model}: no longer context run at batch {batch} or more" for r in rows if r.context < context]
     return Finding("; ".join(told), verdict_of(answers, rows), differed(rows), "; ".join(notes), rows)
 
 

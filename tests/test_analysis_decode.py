@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_the_largest_part_of_a_step_is_told_at_the_longest_context(tmp_path: Pat
     short = processes(fields={"context": 1024})
     found = evaluated(evidence(tmp_path / "short", *short))["ssm-dominates-to-100k"]
     assert (found.verdict, found.ours) == (rules.UNCLEAR, "0.75 at 1024 tokens (nemotron_3_nano_4b, batch 256)")
-    assert found.note == "nemotron_3_nano_4b: no longer context run"
+    assert found.note == "nemotron_3_nano_4b: no longer context run at batch 32 or more"
     long = processes(fields={"context": 100_000})
     found = evaluated(evidence(tmp_path / "long", *short, *long))["ssm-dominates-to-100k"]
     assert (found.verdict, found.note) == (rules.SUPPORTED, "")
@@ -129,6 +130,9 @@ def test_depths_are_carried_to_the_whole_model(tmp_path: Path) -> None:
     assert (row["depths"], row["blocks"]) == ("8, 24", 32)
     assert (row["block_ms"], row["fixed_ms"], row["extrapolated_ms"]) == pytest.approx((0.5, 2.0, 18.0), rel=0.1)
     assert built["measured_ms"].isna().all()
+    told = evaluated(evidence(tmp_path / "beside", *alone, *processes()))["decode-range"]
+    assert re.search(r"; qwen3_5_4b: 1\.\d\dx, extrapolated from 8, 24 of 32 blocks$", told.note), told.note
+    assert "qwen3_5_4b" not in told.ours
     both = tables.build(evidence(tmp_path / "both", *alone, *at(0, 18.0 * 1.03)))["decode_depths"].iloc[1]
     assert both["measured_ms"] == pytest.approx(18.54, rel=0.05)
     assert both["error"] == pytest.approx(-0.029, abs=0.05)
