@@ -93,7 +93,13 @@ def rows(records: list[DriftRecord], labels: dict[str, str]) -> dict[str, list[d
                 estimate, low, high = _ratio(arms[one], arms[other])
                 row = {"arm": one, "over": other, "ratio": estimate, "low": low, "high": high}
                 found["drift_ratios"].append(_rounded(setting | row))
-    return found
+    return {name: _once(table) for name, table in found.items()}
+
+
+def _once(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without rows that say the same of another run: the arms that all runs share give the same numbers again."""
+    told = {str({name: value for name, value in row.items() if name != "groups"}): row for row in reversed(rows)}
+    return list(told.values())[::-1]
 
 
 COLUMNS = {"drift_kl": KL, "drift_ratios": RATIOS, "drift_positions": POSITIONS, "drift_states": STATES}

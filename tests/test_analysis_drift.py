@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from drift_records import AGAIN, CONTROL, drift_group
+from drift_records import AGAIN, CONTROL, LAWS, drift_group
 from records import group, write
 
 from analysis import claims, drift_figures, published, style, tables
@@ -68,6 +68,14 @@ def test_groups_of_one_case_make_one_table_and_the_newest_counts(tmp_path: Path)
     assert {e.gate for e in evidence.exclusions} == {"superseded"}
     assert {e.group for e in evidence.exclusions} == {"d1"}
     assert row(evidence, "drift_ratios", arm="shared_nvfp4").ratio == pytest.approx(10)
+
+
+def test_numbers_that_another_run_gives_again_are_told_once(tmp_path: Path) -> None:
+    """Runs of different arms share some; of a run whose numbers differ all rows stay."""
+    alone = tables.build(loaded(tmp_path / "one", drift_group()))["drift_ratios"]
+    more = drift_group(LAWS | {"shared_fp8": (1e-4, 0.0)}, group="d2")
+    found = tables.build(loaded(tmp_path / "two", drift_group(), more))["drift_ratios"]
+    assert found.drop(columns="groups").equals(alone.drop(columns="groups"))
 
 
 @pytest.mark.parametrize(
