@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 
-from analysis.cells import digits, strongest
+from analysis.cells import digits, strongest, weaknesses
 from analysis.drift import DUAL
 from analysis.gates import number
 from analysis.load import Evidence, describe
@@ -167,12 +167,22 @@ def verdict(batch: int, context: int, entry: dict[str, Any]) -> tuple[str, str, 
     else:
         row, what, where = layer, "a layer's step", "; no step of the whole model was measured"
     kind, arm = _kind(row), f"{row.arm}, L = {row.interval_length}"
-    kind = UNPROVEN if kind == USE and longer else kind
+    weak = "; ".join(weaknesses(row.processes, row.rounds, row.aa_noise))
+    kind = UNPROVEN if kind == USE and (longer or weak) else kind
     told = {USE: f"use {arm}", DO_NOT: f"do not use: batch {batch}", UNPROVEN: f"probably {arm}"}[kind]
     if kind == USE and not whole:
         kind, told = UNPROVEN, f"promising: {arm}"
-    doubt = f", unproven: {row.remarks}" if row.verdict not in (FASTER, SLOWER) and row.remarks else ""
+    doubt = weak or (row.remarks if row.verdict not in (FASTER, SLOWER) else "")
+    doubt = f", unproven: {doubt}" if doubt else ""
     return kind, told, f"{what} is {row.speedup:.2f} times as fast{doubt}{where}"
+
+
+def beyond(model: Model, weights: float | None, state: str, batch: int, context: int, memory: float | None) -> str:
+    """What a batch takes with replay and a device's ``memory`` bytes, where that is too little; weights count where a
+    record tells them, keys and values where the model's file does. "" where it fits, or nobody knows."""
+    request = request_bytes(model, best_length(model.geometry, state), state)[1] + context * (model.token_bytes or 0)
+    needed = (weights or 0) + batch * request
+    return f"{needed / 1e9:,.0f} GB of {memory / 1e9:,.0f} GB" if memory and needed > memory else ""
 
 
 def _kind(row: Any) -> str:
@@ -186,12 +196,19 @@ def _kind(row: Any) -> str:
 def answers(tables: dict[str, pd.DataFrame], evidence: Evidence, folder: Path) -> dict[str, Any]:
     """What the page looks up, as JSON takes it; ``folder`` holds the models' files."""
     known, rows, weights = models(folder), measured(tables), _weights(evidence)
-    names = {model.name for model in known}
+    names = {model.name: model for model in known}
     batches = sorted({*BATCHES, *(batch for *_, batch in rows)})
     contexts = sorted({*CONTEXTS, *(context for entry in rows.values() for context in entry["whole"])})
     states = [*STATES, *sorted({state for _, _, state, _ in rows} - {*STATES})]
     devices = pd.concat([tables[name][["device_kind", "device"]] for name in ("kernel_speedups", "decode_speedups")])
     devices = devices.drop_duplicates().sort_values(["device_kind", "device"], ascending=[False, True])
+    memory = (tables["devices"].groupby("device")["memory_gib"].max() * 2**30).to_dict()
+
+    def room(key: tuple[str, str, str, int]) -> list[str]:
+        name, device, state, batch = key
+        given = names[name], weights.get(name), state, batch
+        return [beyond(*given, context, memory.get(device)) for context in contexts]
+
     return {
         "models": {model.name: _of_model(model, tables) for model in known},
         "devices": list(devices["device"]),
@@ -208,7 +225,7 @@ def answers(tables: dict[str, pd.DataFrame], evidence: Evidence, folder: Path) -
             for model in known
         },
         "measured": {
-            "|".join(map(str, key)): _of_rows(key[-1], entry, contexts)
+            "|".join(map(str, key)): _of_rows(key[-1], entry, contexts, room(key))
             for key, entry in sorted(rows.items())
             if key[0] in names
         },
@@ -262,8 +279,14 @@ def _of_state(
     return found
 
 
-def _of_rows(batch: int, entry: dict[str, Any], contexts: list[int]) -> dict[str, Any]:
-    told = [verdict(batch, context, entry) for context in contexts]
+def _of_rows(batch: int, entry: dict[str, Any], contexts: list[int], room: list[str]) -> dict[str, Any]:
+    """``room``: by context, what of `beyond` there is to say."""
+    told = [
+        (DO_NOT, f"does not fit: {lacking}", "weights, states and ring of all requests, keys and values")
+        if lacking
+        else verdict(batch, context, entry)
+        for context, lacking in zip(contexts, room, strict=True)
+    ]
     texts = list(dict.fromkeys(told))
     return {
         "layer": _shown(entry["layer"]) if entry["layer"] else None,

@@ -69,7 +69,8 @@ def test_a_pair_is_as_good_as_the_reference_or_it_is_not_chosen():
 
 
 def row(speedup, low, high, verdict, **more):
-    told = {"arm": "replay/triton", "interval_length": 16, "remarks": "one process"}
+    told = {"arm": "replay/triton", "interval_length": 16, "remarks": "power cap"}
+    told |= {"processes": 3, "rounds": 30, "aa_noise": 0.001}
     return SimpleNamespace(speedup=speedup, low=low, high=high, verdict=verdict, **told | more)
 
 
@@ -119,7 +120,31 @@ def test_verdicts_are_plain(whole, layer, kind, text):
     found, told, why = choose.verdict(8, 1024, entry)
     assert found == kind
     assert text in f"{told}: {why}"
-    assert ("one process" in why) == ("AMBIGUOUS" in str(whole))
+    assert ("unproven: power cap" in why) == ("AMBIGUOUS" in str(whole))
+
+
+def test_what_one_process_measured_is_not_proven():
+    layer = row(1.8, 1.7, 1.9, "FASTER", processes=1, rounds=10)
+    entry = {"layer": layer, "whole": {1024: layer}}
+    found, told, why = choose.verdict(8, 1024, entry)
+    assert (found, told) == ("open", "probably replay/triton, L = 16")
+    assert why == "a step of the whole model is 1.80 times as fast, unproven: one process"
+
+
+def test_what_a_device_cannot_hold_is_not_recommended(tmp_path):
+    one = 21 * (4 * NANO.geometry.state_elements) / 1e9
+    assert choose.beyond(NANO, 8e9, "fp32", 64, 1024, 20e9) == ""
+    assert choose.beyond(NANO, 8e9, "fp32", 64, 1024, None) == ""
+    told = choose.beyond(NANO, 8e9, "fp32", 256, 131072, 150e9)
+    needed = float(told.split()[0].replace(",", ""))
+    assert told.endswith(" GB of 150 GB")
+    assert 8 + 256 * (one + 131072 * NANO.token_bytes / 1e9) < needed < 8 + 256 * (1.2 * one + 2.2)
+    found = answers(tmp_path, gpu_group(), decode_group())
+    entry = next(entry for entry in found["measured"].values() if entry["whole"])
+    kinds = [entry["verdicts"][at][:2] for at in entry["verdict"]]
+    assert kinds[0][0] != "no"
+    assert kinds[-1][0] == "no"
+    assert kinds[-1][1].startswith("does not fit: ")
 
 
 def test_what_is_like_for_like_goes_before_what_is_faster():
