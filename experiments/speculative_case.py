@@ -161,15 +161,16 @@ def _refuse_headless(case: SpeculativeCase) -> None:
 
 
 def _refuse_other_vocabulary(case: SpeculativeCase) -> None:
-    from replayssm.models import ModelError, check_folder
+    from replayssm.models import ModelError, check_folder, config_from_folder
 
     try:
-        drafts = check_folder(case.draft_weights).vocab_size
+        drafts = config_from_folder(case.draft_weights).vocab_size
+        if drafts != (own := model_config(case).vocab_size):
+            accepted = f"a model of {own}, as weights={case.weights} has"
+            raise refuse("draft_weights", case.draft_weights, accepted, f"is a model of {drafts} tokens")
+        check_folder(case.draft_weights)
     except ModelError as error:
         raise ConfigError(f"draft_weights={case.draft_weights}: {error}") from None
-    if drafts != (own := model_config(case).vocab_size):
-        accepted = f"a model of {own}, as weights={case.weights} has"
-        raise refuse("draft_weights", case.draft_weights, accepted, f"is a model of {drafts} tokens")
 
 
 def in_words(case: SpeculativeCase) -> str:

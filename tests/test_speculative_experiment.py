@@ -337,7 +337,7 @@ def test_wrong_options_are_one_line(options: list[str], message: str) -> None:
 
 
 def test_a_draft_model_is_read_before_anything_runs(tmp_path: Path) -> None:
-    """Its configuration is there and has the vocabulary of the model."""
+    """Its configuration is there and has the vocabulary of the model, and its weights can be read."""
     drafted = (f"weights={MODELS / 'tiny-qwen3.5'}", "drafter=draft_model", f"draft_weights={tmp_path}")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
@@ -348,6 +348,9 @@ def test_a_draft_model_is_read_before_anything_runs(tmp_path: Path) -> None:
     other = json.loads((MODELS / "tiny-nemotron-h" / "config.json").read_text()) | {"vocab_size": 99}
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(ConfigError, match=r"^draft_weights=\S+ is a model of 99 tokens; accepted: a model of \d+, as"):
+        case(None, *drafted)
+    (tmp_path / "config.json").write_text(json.dumps(other | {"vocab_size": 1024}))
+    with pytest.raises(ConfigError, match=r"^draft_weights=\S+: \S+model.safetensors cannot be read, truncated"):
         case(None, *drafted)
 
 
