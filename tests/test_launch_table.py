@@ -13,7 +13,8 @@ from experiments.measure import sources
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import launch_csv, launch_table, verify_launch_table
 from replayssm.kernels.triton.launch import Launch, replay_launch, stored_launch
-from replayssm.kernels.triton.launch_table import REACH, Entry, choose, nearest, read, write
+from replayssm.kernels.triton.launch_csv import REACH
+from replayssm.kernels.triton.launch_table import Entry, choose, nearest, read, write
 
 NANO, SUPER = Geometry("mamba2", 96, 8, 80, 128), Geometry("mamba2", 128, 8, 64, 128)
 QWEN, LARGE = Geometry("gdn", 32, 16, 128, 128), Geometry("gdn", 64, 16, 128, 128)

@@ -35,7 +35,24 @@ class WindowLayers(Layers):
         return offsets + 1
 
 
-class SnapshotsLayers(WindowLayers, StoredLayers):
+class SteppedLayers(WindowLayers, StoredLayers):
+    """What the arms share that step through a window from ``_states(copy) [B,T or 1,H,P,N]``, which they write too."""
+
+    @functools.cached_property
+    def _accepted(self) -> Tensor:
+        return torch.full((self.case.batch_size,), self.case.accepted, dtype=torch.int32, device=self.device)
+
+    def _states(self, copy: int) -> Tensor:
+        raise NotImplementedError
+
+    def _steps(self, passes: int, slots: Tensor) -> None:
+        out = self.out_of(passes)
+        for copy in range(self.copies):
+            window = self.tokens.at(passes, copy)
+            self._step(self.case.geometry.family, out[copy], self._states(copy), window, slots, self._accepted)
+
+
+class SnapshotsLayers(SteppedLayers):
     """Copies of a layer that keeps a state behind every token of a window: ``states [copies,B,T,H,P,N]``. ``placed``
     puts them where the step wants them.
     """
@@ -50,29 +67,15 @@ class SnapshotsLayers(WindowLayers, StoredLayers):
         """``[copies,B,H,P,N]`` behind the last accepted token."""
         return self.states[:, :, self.case.accepted - 1]
 
-    @functools.cached_property
-    def _accepted(self) -> Tensor:
-        return torch.full((self.case.batch_size,), self.case.accepted, dtype=torch.int32, device=self.device)
-
-    def _steps(self, passes: int, slots: Tensor) -> None:
-        out = self.out_of(passes)
-        for copy in range(self.copies):
-            window = self.tokens.at(passes, copy)
-            self._step(self.case.geometry.family, out[copy], self.states[copy], window, slots, self._accepted)
+    def _states(self, copy: int) -> Tensor:
+        return self.states[copy]
 
 
-class OracleLayers(WindowLayers, StoredLayers):
+class OracleLayers(SteppedLayers):
     """As `SnapshotsLayers`, of a step that is told how many tokens will be accepted: ``state [copies,B,H,P,N]``."""
 
-    @functools.cached_property
-    def _accepted(self) -> Tensor:
-        return torch.full((self.case.batch_size,), self.case.accepted, dtype=torch.int32, device=self.device)
-
-    def _steps(self, passes: int, slots: Tensor) -> None:
-        out = self.out_of(passes)
-        for copy in range(self.copies):
-            window, states = self.tokens.at(passes, copy), self.state[copy, :, None]
-            self._step(self.case.geometry.family, out[copy], states, window, slots, self._accepted)
+    def _states(self, copy: int) -> Tensor:
+        return self.state[copy, :, None]
 
 
 class VerifyLayers(WindowLayers, ReplayLayers):

@@ -94,6 +94,11 @@ def power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+def ring(interval_length: int) -> int:
+    """Tokens of a ring that a product takes: L up to a power of two, 16 at least, as tensor cores want."""
+    return max(16, power_of_two(interval_length))
+
+
 def _in_time_order(geometry: Geometry, layer: CacheLayer | None) -> bool:
     """Vector decays are summed, and a triangular system is solved, in the order of time."""
     return geometry.family == "kda" or (layer is not None and "v" in layer.ring)
@@ -150,7 +155,7 @@ class Cut:
             ROW=state.stride(2),
             L=L,
             CAPACITY=capacity,
-            RING=max(16, power_of_two(L)),
+            RING=ring(L),
             EAGER=launch.eager and not _in_time_order(geometry, layer),
             WALK=tiles > 1 and not launch.at_once,
         )

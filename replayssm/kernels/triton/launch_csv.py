@@ -137,5 +137,12 @@ def ratio(one: int, other: int) -> float:
     return max(one, other) / min(one, other)
 
 
+def nearest(entries: Iterable[E], distance: Callable[[E], tuple[Any, ...]]) -> E | None:
+    """The row of least distance, whose first part is a ratio of heads; None if that is beyond `REACH` or there is no
+    row."""
+    found = min(entries, key=distance, default=None)
+    return found if found is not None and distance(found)[0] <= REACH else None
+
+
 def _in_words(value: object) -> object:
     return str(value).lower() if isinstance(value, bool) else value

@@ -24,8 +24,8 @@ from torch import Tensor
 from replayssm.formats import DTYPES
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import launch_csv
-from replayssm.kernels.triton.launch import Launch, power_of_two, replay_launch, stored_launch
-from replayssm.kernels.triton.launch_csv import LAYER, REACH, Choice, Fields, device_name, ratio
+from replayssm.kernels.triton.launch import Launch, replay_launch, ring, stored_launch
+from replayssm.kernels.triton.launch_csv import LAYER, Choice, Fields, device_name, ratio
 
 OPERATIONS = ("stored", "replay")
 FLAGS = ("eager", "at_once")
@@ -106,8 +106,8 @@ def nearest(
     heads = max(1, batch_size) * geometry.heads
 
     def kind(g: Geometry, state_bytes: int, interval_length: int | None) -> tuple[object, ...]:
-        ring = None if interval_length is None else max(16, power_of_two(interval_length))
-        return g.family, g.head_dim, g.state_dim, state_bytes, ring
+        held = None if interval_length is None else ring(interval_length)
+        return g.family, g.head_dim, g.state_dim, state_bytes, held
 
     def distance(entry: Entry) -> tuple[float, bool, float, bool]:
         measured = entry.batch_size * entry.geometry.heads
@@ -120,8 +120,7 @@ def nearest(
 
     asked = kind(geometry, state_bytes, interval_length)
     alike = [e for e in entries if kind(e.geometry, DTYPES[e.state].itemsize, e.interval_length) == asked]
-    found = min(alike, key=distance, default=None)
-    return found if found is not None and distance(found)[0] <= REACH else None
+    return launch_csv.nearest(alike, distance)
 
 
 def path_of(name: str) -> Path:

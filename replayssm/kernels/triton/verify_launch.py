@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from replayssm.arms import MAX_WINDOW as MAX_WINDOW
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
-from replayssm.kernels.triton.launch import Launch, power_of_two
+from replayssm.kernels.triton.launch import Launch, power_of_two, ring
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ def columns(family: str, window: int) -> int:
     """Tokens that a product takes: a window up to a power of two; at least 8 columns for tensor cores, of which GDN and
     KDA take two a token."""
     return max(8 if family == "mamba2" else 4, power_of_two(window))
-
-
-def ring(interval_length: int) -> int:
-    """Tokens of a ring that a product takes: L up to a power of two, 16 at least, as tensor cores want."""
-    return max(16, power_of_two(interval_length))
 
 
 @dataclass(frozen=True)

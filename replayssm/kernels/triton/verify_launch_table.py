@@ -24,13 +24,12 @@ from replayssm.cache import CacheLayer
 from replayssm.formats import DTYPES
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import launch_csv
-from replayssm.kernels.triton.launch import Launch
-from replayssm.kernels.triton.launch_csv import LAYER, REACH, Choice, Fields, device_name, ratio
+from replayssm.kernels.triton.launch import Launch, ring
+from replayssm.kernels.triton.launch_csv import LAYER, Choice, Fields, device_name, ratio
 from replayssm.kernels.triton.verify_launch import (
     MAX_WINDOW,
     WindowLaunch,
     columns,
-    ring,
     snapshots_launch,
     verify_launch,
 )
@@ -158,8 +157,7 @@ def nearest(
 
     asked = kind(geometry, state_bytes, window, interval_length)
     alike = [e for e in entries if kind(e.geometry, DTYPES[e.state].itemsize, e.window, e.interval_length) == asked]
-    found = min(alike, key=distance, default=None)
-    return found if found is not None and distance(found)[0] <= REACH else None
+    return launch_csv.nearest(alike, distance)
 
 
 def path_of(name: str) -> Path:
