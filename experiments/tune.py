@@ -16,6 +16,7 @@ then on. Of the timing group cold_factor, rounds, cycles_per_sample and the warm
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +71,7 @@ def main(config: dict[str, Any]) -> int:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as the driver's tools number GPUs
     from experiments.measure import launches
 
+    gc.freeze()  # what has been imported is no garbage, which a capture collects
     print(label(case))
     for operation in operations:
         entries_of(case, operation)  # a table that cannot be read is refused before anything is compiled

@@ -212,7 +212,7 @@ def test_launches_are_tried_on_the_device(
     operation: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """Candidates compile in processes of their own, are right, and have graphs of their own; a table is read back."""
-    tried = [Launch(16, 5, 2, 8), Launch(32, 1, 2, 8, stages=1), Launch(8, 1, 1, 16, stages=1)]
+    tried = [Launch(16, 5, 2, 8), Launch(32, 1, 2, 8, stages=1, at_once=True), Launch(8, 1, 1, 16, stages=1)]
     monkeypatch.setattr(launches, "candidates", lambda *asked: tried)
     monkeypatch.setattr(launch_csv, "TABLES", tmp_path)
     launch_table.forget()

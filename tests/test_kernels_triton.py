@@ -209,8 +209,9 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 every_family = pytest.mark.parametrize("family", FAMILIES)
 LAUNCHES = {
     "whole head": Launch(rows=16, tiles=5, warps=4),
-    "one tile": Launch(rows=32, tiles=1, warps=1, lanes=4),
-    "eager": Launch(rows=16, tiles=1, warps=2, lanes=2, eager=True),
+    "one tile": Launch(rows=32, tiles=1, warps=1, lanes=4, at_once=True),
+    "one tile, walked": Launch(rows=16, tiles=1, warps=1, lanes=8),
+    "eager": Launch(rows=16, tiles=1, warps=2, lanes=2, eager=True, at_once=True),
     "two tiles": Launch(rows=16, tiles=2, warps=2, lanes=8, at_once=True),
 }
 

@@ -80,29 +80,38 @@ def _stored_many(geometry: Geometry) -> list[AnyLaunch]:
 
 def _replay_few(geometry: Geometry) -> list[AnyLaunch]:
     whole = _tiles(geometry, 16)
-    other = {"registers": 168} if geometry.family == "kda" else {"eager": True}
-    shapes = itertools.product(((8, 1), (16, 1), (16, 2), (32, 2)), (8, 32), ({}, other))
-    walks = itertools.product((-(-whole // 4), -(-whole // 2), whole), (1, 2), (None, 168))
+    one_tile = itertools.product(((16, 2), (16, 4), (32, 4)), (8, 16), (None, 128))
+    wide = ((64, 4, None), (64, 8, None), (128, 8, 128))
+    more = {"registers": 96} if geometry.family == "kda" else {"eager": True, "registers": 128}
+    walked = ((8, 1, 8, 128), (8, 1, 16, 128), (16, 1, 8, 128), (16, 1, 8, 168), (16, 1, 16, 128), (16, 1, 16, 168))
+    walks = itertools.product((-(-whole // 4), -(-whole // 2), whole), ((1, 168), (2, 128)))
     return [
-        *(Launch(rows, 1, warps, lanes, stages=1, **more) for (rows, warps), lanes, more in shapes),
-        *(Launch(16, tiles, warps, 8, 3 if tiles > 1 else 1, registers=cap) for tiles, warps, cap in walks),
+        *(Launch(rows, 1, warps, lanes, 1, registers=cap, at_once=True) for (rows, warps), lanes, cap in one_tile),
+        *(Launch(rows, 1, warps, 8, 1, registers=cap, at_once=True) for rows, warps, cap in wide),
+        *(Launch(rows, 1, warps, 16, 1, at_once=True, **more) for rows, warps in ((8, 1), (16, 4))),
+        *(Launch(rows, 1, warps, lanes, 1, registers=cap) for rows, warps, lanes, cap in (*walked, (16, 2, 8, 128))),
+        *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, (warps, cap) in walks),
         *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
-        *(Launch(32, -(-whole // 2), 2, 8, 3, registers=cap) for cap in (None, 128)),
     ]
 
 
 def _replay_many(geometry: Geometry) -> list[AnyLaunch]:
     whole = _tiles(geometry, 16)
+    half, quarter = -(-whole // 2), -(-whole // 4)
     least = 2 if geometry.family == "kda" else 1  # vector decays do not fit into the registers of one warp
-    shapes = itertools.product((whole, -(-whole // 2)), (least, 2 * least), (8, 16), (None, 168))
+    shapes = itertools.product((whole, half), (least, 2 * least), (None, 168))
+    capped = ((whole, least, 128), (whole, 2 * least, 128), (half, 2, 128), (quarter, 1, 168))
     long = itertools.product((8, 16), (128, 168), (False, True))
+    walked = ((8, 16, 128), (16, 8, 128), (16, 8, 168), (16, 16, 128))
     return [
-        *(Launch(16, tiles, warps, lanes, 3, registers=cap) for tiles, warps, lanes, cap in shapes),
-        *(Launch(16, whole, warps, 8, 3, registers=128) for warps in (least, 2 * least)),
+        *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, warps, cap in shapes),
+        *(Launch(16, whole, warps, 16, 3, registers=168) for warps in (least, 2 * least)),
+        *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, warps, cap in capped),
         *(Launch(16, whole, 2 * least, 8, 3, registers=cap, at_once=True) for cap in (None, 128)),
         *(Launch(16, whole, least, lanes, 4, registers=cap, at_once=at_once) for lanes, cap, at_once in long),
         *(Launch(8, _tiles(geometry, 8), least, 16, 4, registers=168, at_once=at_once) for at_once in (False, True)),
-        *(Launch(32, 1, 2, lanes, stages=1) for lanes in (8, 16)),
+        *(Launch(32, 1, 2, lanes, 1, at_once=True) for lanes in (8, 16)),
+        *(Launch(rows, 1, 1, lanes, 1, registers=cap) for rows, lanes, cap in walked),
     ]
 
 

@@ -7,6 +7,7 @@ outlives the process that watches it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -329,6 +330,7 @@ def main() -> None:
     cases = [case_from_dict(data) for data in job["cases"]]
     prompts.FETCHED.update(job["questions"])
 
+    gc.freeze()  # what has been imported is no garbage, which a capture collects
     torch.set_grad_enabled(False)
     journals = {case.experiment: Journal(Path(job["folder"]), case.experiment) for case in cases}
     for number, case in enumerate(cases):

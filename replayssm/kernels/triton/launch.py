@@ -17,9 +17,9 @@ class Launch:
     ``lanes`` threads share a row; the fewer, the fewer exchanges a product needs and the shorter the runs of memory a
     warp reads. ``stages`` is how many tiles are on their way at once; a program of one tile asks for it before anything
     else. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it, since
-    its vector decays must be summed in time order. ``registers`` caps those of a thread. ``at_once``: a program of
-    several tiles too takes the ring's tokens all at once, which costs registers, and not one by one, which costs time.
-    Raises ``ValueError`` on numbers that Triton cannot take.
+    its vector decays must be summed in time order. ``registers`` caps those of a thread. ``at_once``: the ring's tokens
+    are taken all at once, which costs registers and as much time for one token as for all, and not one by one. Raises
+    ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int
@@ -66,10 +66,10 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     heads, tiles, wide = batch_size * geometry.heads, -(-geometry.head_dim // 16), state_bytes >= 4
     if heads < (256 if geometry.family == "mamba2" else 128):
         if geometry.family == "mamba2":
-            return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128)
+            return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128, at_once=True)
         if geometry.family == "gdn":
-            return Launch(rows=8, tiles=1, warps=1, lanes=16, eager=True)
-        return Launch(rows=16, tiles=1, warps=2)
+            return Launch(rows=8, tiles=1, warps=1, lanes=16, eager=True, at_once=True)
+        return Launch(rows=16, tiles=1, warps=2, at_once=True)
     if geometry.family == "kda":
         if heads < 1024:
             return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8)
@@ -157,7 +157,7 @@ class Cut:
             CAPACITY=capacity,
             RING=ring(L),
             EAGER=launch.eager and not _in_time_order(geometry, layer),
-            WALK=tiles > 1 and not launch.at_once,
+            WALK=not launch.at_once,
         )
 
     @property
