@@ -1,6 +1,6 @@
 """``python -m analysis.training [--models DIR] [--out DIR]``: the small models' training, from what ships with them.
 
-Reads ``training.jsonl`` and ``evaluation.json`` of every folder in ``--models`` that has the first, and draws
+Reads ``training.jsonl.xz`` and ``evaluation.json`` of every folder in ``--models`` that has the first, and draws
 ``training.svg`` and ``training.png``: loss and recall by step, and the loss on held-out books by position.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import sys
 from collections.abc import Sequence
@@ -31,17 +32,17 @@ SMOOTHED = 20
 def read(models: Path) -> dict[str, tuple[pd.DataFrame, dict[str, Any]]]:
     """Log and evaluation by folder name. Raises ValueError, one line, where there are none or one cannot be read."""
     found = {}
-    for log in sorted(models.glob("*/training.jsonl")):
+    for log in sorted(models.glob("*/training.jsonl.xz")):
         try:
-            lines = pd.DataFrame([json.loads(line) for line in log.read_text().splitlines()])
+            lines = pd.DataFrame([json.loads(line) for line in lzma.decompress(log.read_bytes()).splitlines()])
             result = json.loads((log.parent / "evaluation.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, lzma.LZMAError) as error:
             raise ValueError(f"{log.parent} is incomplete ({error}); accepted: a folder of train_tiny.py") from None
         if missing := [name for name in COLUMNS if name not in lines]:
             raise ValueError(f"{log} has no {', '.join(missing)}; accepted: a log of train_tiny.py")
         found[log.parent.name] = lines, result
     if not found:
-        raise ValueError(f"--models={models} holds no */training.jsonl; accepted: a folder of trained models")
+        raise ValueError(f"--models={models} holds no */training.jsonl.xz; accepted: a folder of trained models")
     return found
 
 

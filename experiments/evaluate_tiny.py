@@ -6,12 +6,13 @@
 
 `experiments/train_tiny.py` calls this at its end. The command reads the weights that ship, rewrites the folder's
 `evaluation.json` and its card, `README.md`; `--card-only` writes the card alone, every number of which is from
-`training.json`, `training.jsonl`, `evaluation.json` and the weights' own sizes.
+`training.json`, `training.jsonl.xz`, `evaluation.json` and the weights' own sizes.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import sys
 from itertools import pairwise
@@ -140,7 +141,7 @@ def card(folder: Path) -> str:
     """The model card, every number of it from the folder's files."""
     run = json.loads((folder / "training.json").read_text())
     result = json.loads((folder / "evaluation.json").read_text())
-    log = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in lzma.decompress((folder / "training.jsonl.xz").read_bytes()).splitlines()]
     with safe_open(folder / "model.safetensors", "pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     done = log[-1]["step"] + 1
@@ -192,7 +193,7 @@ with masked attention at three steps of four.
 | --- | --- | --- | --- | --- | --- | --- |
 {tasks}
 
-Evaluated in float32 on the bfloat16 weights of this folder. `training.jsonl` has the first 100 steps and every tenth
+Evaluated in float32 on the bfloat16 weights of this folder. `training.jsonl.xz` has the first 100 steps and every tenth
 after them. The books are not PG-19.
 """.replace("\n\n\n\n", "\n\n")
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import os
 import shutil
@@ -277,7 +278,7 @@ def ship(model: hybrids.Hybrid, run: argparse.Namespace) -> None:
         shutil.copy(path, run.ship)
     lines = (run.out / "log.jsonl").read_text().splitlines()
     thin = [line for step, line in enumerate(lines) if step < 100 or step % 10 == 9 or step + 1 == len(lines)]
-    (run.ship / "training.jsonl").write_text("\n".join(thin) + "\n")
+    (run.ship / "training.jsonl.xz").write_bytes(lzma.compress(("\n".join(thin) + "\n").encode()))
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     told = identity(run) | {"device": where, "torch": torch.__version__, "transformers": transformers.__version__}
     (run.ship / "training.json").write_text(json.dumps(told, indent=1) + "\n")

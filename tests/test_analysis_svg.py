@@ -63,4 +63,9 @@ def test_all_figures_may_stand_in_one_page():
 
 def test_small_numbers_keep_their_digits():
     assert compact('<g transform="scale(0.015625)"/>', "f") == '<g transform="scale(0.01562)"/>'
-    assert compact('<g id="a"/><use x="12.345678" href="#b1.2345"/>', "f") == '<g/><use x="12.35" href="#f0"/>'
+    assert compact('<path id="a"/><use x="12.345678" href="#b1.2345"/>', "f") == '<path/><use x="12.35" href="#f0"/>'
+
+
+def test_groups_that_say_nothing_are_left_out_and_no_other():
+    svg = '<g id="a"><g><g clip-path="url(#b)"><g/><path d="M 1 2 \nL 3.5 -4 \nz"/></g></g><g class="c"/></g>'
+    assert compact(svg, "f") == '<g clip-path="url(#f0)"><path d="M1 2L3.5 -4z"/></g><g class="c"/>'

@@ -1,6 +1,7 @@
 """Training the small hybrids: the loss falls, a stopped run goes on exactly, and what ships loads in transformers."""
 
 import json
+import lzma
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_a_run_stopped_at_every_step_has_the_losses_of_one_that_was_not(model, t
 def test_a_stopped_run_ships_what_it_has_and_says_so(tmp_path):
     assert run(tmp_path / "run", "nemotron-h", 9, "--stop-after", 0, "--ship", tmp_path / "shipped") == 3
     assert "was stopped after 1 of these steps." in (tmp_path / "shipped" / "README.md").read_text()
-    assert len((tmp_path / "shipped" / "training.jsonl").read_text().splitlines()) == 1
+    assert len(lzma.decompress((tmp_path / "shipped" / "training.jsonl.xz").read_bytes()).splitlines()) == 1
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shipped")
 
 

@@ -1,6 +1,7 @@
 """The figure of the small models' training, from a log of a few lines."""
 
 import json
+import lzma
 
 import matplotlib.pyplot as plt
 import pytest
@@ -20,7 +21,8 @@ def models(tmp_path):
             {"step": step, "bits_per_byte": 8 - step / 10, "recall": step / 30, "asked": 128 if step < 12 else 256}
             for step in range(30)
         ]
-        (tmp_path / name / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        log = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "training.jsonl.xz").write_bytes(lzma.compress(log.encode()))
         (tmp_path / name / "evaluation.json").write_text(json.dumps({"bits_per_byte_by_position": POSITIONS}))
     return tmp_path
 
@@ -47,20 +49,25 @@ def test_the_command_writes_the_same_bytes_again(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "told"),
+    ("file", "data", "told"),
     [
         ("evaluation.json", None, r"tiny-a is incomplete \(.*No such file.*accepted: a folder of train_tiny"),
-        ("training.jsonl", '{"step": 0', r"tiny-a is incomplete \(Expecting.*accepted: a folder of train_tiny"),
         (
-            "training.jsonl",
-            '{"step": 0, "asked": 1}\n',
-            r"training\.jsonl has no bits_per_byte, recall; accepted: a",
+            "training.jsonl.xz",
+            lzma.compress(b'{"step": 0'),
+            r"tiny-a is incomplete \(Expecting.*accepted: a folder of train_tiny",
+        ),
+        ("training.jsonl.xz", b"no log", r"tiny-a is incomplete \(Input format.*accepted: a folder of train_tiny"),
+        (
+            "training.jsonl.xz",
+            lzma.compress(b'{"step": 0, "asked": 1}\n'),
+            r"training\.jsonl\.xz has no bits_per_byte, recall; accepted: a",
         ),
     ],
 )
-def test_a_bad_folder_gives_one_line(models, capsys, file, text, told):
+def test_a_bad_folder_gives_one_line(models, capsys, file, data, told):
     path = models / "tiny-a" / file
-    path.unlink() if text is None else path.write_text(text)
+    path.unlink() if data is None else path.write_bytes(data)
     with pytest.raises(ValueError, match=told):
         training.read(models)
     assert training.main(["--models", str(models)]) == 2
@@ -69,4 +76,4 @@ def test_a_bad_folder_gives_one_line(models, capsys, file, text, told):
 
 def test_a_folder_without_models_gives_one_line(tmp_path, capsys):
     assert training.main(["--models", str(tmp_path)]) == 2
-    assert "holds no */training.jsonl; accepted: a folder of trained models" in capsys.readouterr().err
+    assert "holds no */training.jsonl.xz; accepted: a folder of trained models" in capsys.readouterr().err
