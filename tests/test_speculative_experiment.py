@@ -120,6 +120,26 @@ def test_a_checkpoint_drafts(drafter: str) -> None:
     assert "acceptance while timed and traced: row 1 accepts" in str(generated_as_traced(arms[1], of))
 
 
+@pytest.mark.parametrize("where", ["lead", "lead_of_step"])
+def test_a_near_tie_is_as_near_as_leads_are_off(where: str) -> None:
+    """Two arms of one row that agree in every log-probability and accept otherwise in the last of three steps."""
+
+    def traced(off: float, last: int) -> WindowTrace:
+        tokens = torch.tensor([[5], [6], [7]])
+        found = WindowTrace(
+            tokens, torch.ones(3, 1), -torch.ones(3, 1), torch.tensor([[1], [1], [last]]), leads.clone()
+        )
+        getattr(found, where)[0] += off
+        return found
+
+    leads = torch.tensor([[1.0], [1.0], [0.25]])
+    for off, fault in ((0.125, False), (0.1, True), (0.0, True)):
+        own, other = traced(off, 2), traced(0.0, 1)
+        found = noise(own, other)
+        assert found == pytest.approx(off)
+        assert (mismatch(own.accepted, other.accepted, leads, found)[1] is not None) == fault
+
+
 @pytest.mark.parametrize(("family", "arm"), [("gdn", "verify/triton"), ("mamba2", "snapshots/triton")])
 def test_the_arms_of_a_gpu_pass_the_same_checks(family: str, arm: str) -> None:
     """Interpreted; their steps compute the gates."""

@@ -237,10 +237,19 @@ def window_trace(session: WindowSession, steps: int) -> WindowTrace:
 
 
 def noise(own: WindowTrace, other: WindowTrace) -> float:
-    """What log-probabilities of two arms are off by, as long as their tokens agree."""
-    tokens = min(len(own.likeliest), len(other.likeliest))
+    """What two arms are off by as long as they agree, in log-probabilities and in leads, of tokens and of whole steps,
+    drafts included. Logits in bfloat16 lie 0.125 apart from 16 on, which leads show and a likely token's
+    log-probability does not.
+    """
+    tokens, steps = min(len(own.likeliest), len(other.likeliest)), min(len(own.accepted), len(other.accepted))
     same = (own.likeliest[:tokens] == other.likeliest[:tokens]).int().cumprod(0).bool()
-    return float((own.logprob[:tokens] - other.logprob[:tokens]).abs()[same].max()) if same.any() else 0.0
+    alike = (own.accepted[:steps] == other.accepted[:steps]).int().cumprod(0).bool()
+    off = [
+        (own.logprob[:tokens] - other.logprob[:tokens])[same],
+        (own.lead[:tokens] - other.lead[:tokens])[same],
+        (own.lead_of_step[:steps] - other.lead_of_step[:steps])[alike],
+    ]
+    return max((float(part.abs().max()) for part in off if part.numel()), default=0.0)
 
 
 def mismatch(own: Tensor, other: Tensor, lead: Tensor, off: float) -> tuple[int, str | None]:
