@@ -61,29 +61,38 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
 
     With many heads one or two warps walk a whole head, so that they take the ring once; with few, a head is cut as
     finely as pays, and with very few all tokens of the ring are taken at once. Other interval lengths are taken to like
-    the same.
+    the same, and 16-bit states where few heads were tried with 32 bits alone.
     """
     heads, tiles, wide = batch_size * geometry.heads, -(-geometry.head_dim // 16), state_bytes >= 4
-    if heads < (256 if geometry.family == "mamba2" else 128):
-        if geometry.family == "mamba2":
-            return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128, at_once=True)
-        if geometry.family == "gdn":
-            return Launch(rows=8, tiles=1, warps=1, lanes=16, eager=True, at_once=True)
-        return Launch(rows=16, tiles=1, warps=2, at_once=True)
+    half = -(-tiles // 2)
     if geometry.family == "kda":
+        if heads < 64:
+            return Launch(rows=16, tiles=1, warps=2, at_once=True)
+        if heads < 512:
+            return Launch(rows=16, tiles=1, warps=1, lanes=16, registers=168)
         if heads < 1024:
-            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8)
+            return Launch(rows=16, tiles=tiles, warps=4, lanes=8, registers=128)
         return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=168)
     if geometry.family == "gdn":
-        if heads < 1024:
+        if heads < 128:
+            return Launch(rows=16, tiles=1, warps=2, lanes=8, at_once=True)
+        if heads < 256:
+            return Launch(rows=64, tiles=1, warps=4, lanes=8, at_once=True)
+        if heads < 512:
             return Launch(rows=16, tiles=2, warps=1, lanes=8, registers=168)
+        if heads < 1024:
+            return Launch(rows=16, tiles=half, warps=2, lanes=8, registers=128)
         if heads < 8192:
-            return Launch(rows=16, tiles=-(-tiles // 2), warps=1, lanes=8, registers=None if wide else 168)
+            return Launch(rows=16, tiles=half, warps=1, lanes=8, registers=None if wide else 168)
         return Launch(rows=16, tiles=tiles, warps=1, lanes=8, stages=3 if wide else 4, registers=None if wide else 168)
+    if heads <= 512:
+        return Launch(rows=16, tiles=1, warps=2, lanes=8, registers=128, at_once=True)
     if heads < 1024:
         return Launch(rows=16, tiles=tiles, warps=2, lanes=8)
     if heads < 8192:
-        return Launch(rows=16, tiles=tiles, warps=1, lanes=16 if wide else 8, registers=168 if wide else 128)
+        if wide:
+            return Launch(rows=16, tiles=tiles, warps=1, lanes=16, stages=4, registers=168)
+        return Launch(rows=16, tiles=tiles, warps=1, lanes=8, registers=128)
     rows, lanes = (8, 16) if wide else (16, 8)
     whole = -(-geometry.head_dim // rows)
     return Launch(rows=rows, tiles=whole, warps=1, lanes=lanes, stages=4, registers=168, at_once=True)
