@@ -20,8 +20,8 @@ from experiments.case import (
     shared_from_config,
 )
 from experiments.measure import nvidia
-from experiments.options import ConfigError, get, integer, only, refuse, text
-from experiments.weights import digest, refuse_incomplete
+from experiments.options import get, integer, only, refuse, text
+from experiments.weights import digest, refuse_incomplete, refused_by
 from replayssm.arms import ARMS
 from replayssm.geometry import Geometry
 
@@ -92,13 +92,11 @@ def decode_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_geometry(case: Any) -> Any:
     """The case with the layer geometry of its model. Raises ``ConfigError`` on a folder that cannot be loaded."""
-    from replayssm.models import ModelError, check_folder
+    from replayssm.models import check_folder
 
     if case.weights != RANDOM:
-        try:
+        with refused_by("weights", case.weights):
             check_folder(case.weights)
-        except ModelError as error:
-            raise ConfigError(f"weights={case.weights}: {error}") from None
     return replace(case, geometry=_geometry(model_config(case)))
 
 
@@ -109,13 +107,11 @@ def decode_arms(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def model_config(case: DecodeCase) -> Any:
     """The model's configuration, cut to the first ``blocks`` layers. Raises ``ConfigError`` on one that cannot be."""
-    from replayssm.models import ModelError, config_from_folder, config_from_geometry
+    from replayssm.models import config_from_folder, config_from_geometry
 
-    try:
-        whole = config_from_geometry(case.architecture) if case.weights == RANDOM else config_from_folder(case.weights)
-    except ModelError as error:
-        of = f"model={case.model}" if case.weights == RANDOM else f"weights={case.weights}"
-        raise ConfigError(f"{of}: {error}") from None
+    random = case.weights == RANDOM
+    with refused_by("model", case.model) if random else refused_by("weights", case.weights):
+        whole = config_from_geometry(case.architecture) if random else config_from_folder(case.weights)
     if not case.blocks:
         return whole
     if case.weights != RANDOM:

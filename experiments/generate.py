@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from experiments.measure import nvidia
 from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, LineParser, choice, integer, number, refuse
-from experiments.weights import FOLDER, refuse_incomplete
+from experiments.weights import FOLDER, refuse_incomplete, refused_by
 from replayssm.arms import ARMS
 
 if TYPE_CHECKING:
@@ -94,19 +94,17 @@ def generated(options: argparse.Namespace) -> Iterator[str]:
 
     from experiments.documents import tokenizer_of
     from replayssm.engine import Engine, Request, Sampling
-    from replayssm.models import ModelError, check_folder, load_model
+    from replayssm.models import check_folder, load_model
 
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     sampling = Sampling(options.temperature, options.top_p, options.seed)
-    try:
+    with refused_by("folder", options.folder):
         check_folder(options.folder)
         tokenizer, end = tokenizer_of(options.folder), end_of_text(options.folder)
         prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
         model = load_model(options.folder, dtype=dtype, device=options.device)
         engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + options.tokens)
         tokens = engine.generate([Request(prompt, options.tokens, sampling, stop=end)])
-    except ModelError as error:
-        raise ConfigError(f"folder={options.folder}: {error}") from None
     yield options.prompt
     yield from text_of((token.token for token in tokens if token.token not in end), tokenizer)
 

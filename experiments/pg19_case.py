@@ -21,10 +21,10 @@ from experiments.case import (
     threads_from_config,
 )
 from experiments.measure.sources import ROOT
-from experiments.options import ConfigError, choice, get, integer, only, refuse, text
+from experiments.options import choice, get, integer, only, refuse, text
 from experiments.places import recorded
 from experiments.precisions import PrecisionArm, named
-from experiments.weights import digest, digest_of_documents, refuse_incomplete, weights_folder
+from experiments.weights import digest, digest_of_documents, refuse_incomplete, refused_by, weights_folder
 
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
@@ -117,9 +117,7 @@ def arms_from_config(config: Mapping[str, Any], case: DriftCase) -> tuple[Precis
 
 
 def _family(folder: Path, asked: str) -> str:
-    from replayssm.models import ModelError, check_folder, empty_model
+    from replayssm.models import check_folder, empty_model
 
-    try:
+    with refused_by("model.path", asked):
         return empty_model(check_folder(folder), device="meta").geometry.family
-    except ModelError as error:
-        raise ConfigError(f"model.path={asked}: {error}") from None

@@ -16,7 +16,7 @@ from experiments.case import OPTIONS, arms_from_config, check_run_options, choic
 from experiments.decode_case import RANDOM, DecodeCase, decode_fields, model_config, with_geometry
 from experiments.measure import nvidia
 from experiments.options import ConfigError, get, integer, number, only, refuse, text
-from experiments.weights import digest, refuse_incomplete
+from experiments.weights import digest, refuse_incomplete, refused_by
 from replayssm.arms import ARMS as DECODE_ARMS
 from replayssm.arms import MAX_WINDOW, WINDOW_ARMS
 
@@ -161,16 +161,14 @@ def _refuse_headless(case: SpeculativeCase) -> None:
 
 
 def _refuse_other_vocabulary(case: SpeculativeCase) -> None:
-    from replayssm.models import ModelError, check_folder, config_from_folder
+    from replayssm.models import check_folder, config_from_folder
 
-    try:
+    with refused_by("draft_weights", case.draft_weights):
         drafts = config_from_folder(case.draft_weights).vocab_size
         if drafts != (own := model_config(case).vocab_size):
             accepted = f"a model of {own}, as weights={case.weights} has"
             raise refuse("draft_weights", case.draft_weights, accepted, f"is a model of {drafts} tokens")
         check_folder(case.draft_weights)
-    except ModelError as error:
-        raise ConfigError(f"draft_weights={case.draft_weights}: {error}") from None
 
 
 def in_words(case: SpeculativeCase) -> str:

@@ -1,9 +1,12 @@
-"""Folders of weights and of documents, and what tells one from another. Standard library and OmegaConf only."""
+"""Folders of weights and of documents, and what tells one from another. Standard library and OmegaConf only, but for
+what `refused_by` imports.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,18 @@ def refuse_incomplete(option: str, asked: str, folder: Path, *names: str, accept
             raise refuse(option, asked, accepted, f"lacks {name}")
     if not any(folder.glob("*.safetensors")):
         raise refuse(option, asked, accepted, "holds no safetensors")
+
+
+@contextmanager
+def refused_by(option: str, asked: object) -> Iterator[None]:
+    """A folder or configuration that `replayssm.models` refuses inside is refused by the option as it was typed: its
+    line is a ``ConfigError``. Imports torch."""
+    from replayssm.models import ModelError
+
+    try:
+        yield
+    except ModelError as error:
+        raise ConfigError(f"{option}={asked}: {error}") from None
 
 
 def digest(folder: Path) -> str:

@@ -16,6 +16,7 @@ from experiments.measure.assemble import now_utc
 from experiments.measure.sources import ROOT, hash_of, sources_from
 from experiments.options import ConfigError
 from experiments.places import recorded
+from experiments.weights import refused_by
 
 PARTS = (
     "lm_eval_model",
@@ -114,14 +115,12 @@ class Session:
             from experiments.accuracy_scores import Scorer
             from experiments.inputs import DTYPES
             from experiments.lm_eval_model import Text
-            from replayssm.models import ModelError, load_model
+            from replayssm.models import load_model
 
             torch.set_num_threads(case.threads or torch.get_num_threads())
             folder, dtype = ROOT / case.path, DTYPES[case.inputs]
-            try:
+            with refused_by("model.path", folder):
                 model = load_model(folder, dtype=dtype, device=case.device)
-            except ModelError as error:
-                raise ConfigError(f"model.path={folder}: {error}") from None
             arms = {n: Arm(n, model, case.engine, case.interval_length, case.seed) for n in self.arms}
             identity = f"{case_hash(case)} {hash_of(self.sources)}"
             kept = {"file": self.unfinished, "identity": identity}
