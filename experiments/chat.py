@@ -1,4 +1,6 @@
-"""The chat template of a Hugging Face folder, rendered as transformers renders it, without transformers."""
+"""Of a Hugging Face folder the tokens that end a text, and the chat template, rendered as transformers renders it,
+without transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,28 @@ from typing import Any
 from experiments.options import ConfigError
 
 
+def ends_of(folder: Path) -> list[int]:
+    """The tokens that generation_config.json and config.json, its text model's among them, name as the end of a text;
+    empty where they name none. Raises ``ConfigError`` on what is no token."""
+    ends: list[int] = []
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        config = _object_of(file)
+        text_config = config.get("text_config")
+        inner = text_config if isinstance(text_config, dict) else {}
+        named = config.get("eos_token_id", inner.get("eos_token_id"))
+        found = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(isinstance(token, int) for token in found):
+            raise ConfigError(f"{file}: eos_token_id={named!r} is impossible; accepted: a token, or a list of them")
+        ends += found
+    return list(dict.fromkeys(ends))
+
+
 def template_of(folder: Path) -> str | None:
     """The default template: of chat_template.jinja, or of tokenizer_config.json; None where there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = _configuration(folder).get("chat_template")
+    found = _object_of(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
@@ -36,7 +54,8 @@ def render(folder: Path, messages: list[dict[str, str]], *, continues: bool, **v
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
-    tokens = {name: token for name, token in _configuration(folder).items() if name.endswith("_token")}
+    options = _object_of(folder / "tokenizer_config.json")
+    tokens = {name: token for name, token in options.items() if name.endswith("_token")}
     known = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
     given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": not continues}
     try:
@@ -49,7 +68,12 @@ def render(folder: Path, messages: list[dict[str, str]], *, continues: bool, **v
     return text
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _object_of(file: Path) -> dict[str, Any]:
+    """The object that a folder's file holds; empty without the file. Raises ``ConfigError`` on another content."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON ({error}); accepted: a JSON object") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds a {type(found).__name__}; accepted: a JSON object")
     return found

@@ -10,7 +10,6 @@ Needs the package `tokenizers`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +39,6 @@ def text_of(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
             yield text[shown:]
             shown = len(text)
     yield tokenizer.decode(made)[shown:]
-
-
-def end_of_text(folder: Path) -> frozenset[int]:
-    """The tokens that the folder's configuration names as the end; none where it names none."""
-    config = json.loads((folder / "config.json").read_text())
-    named = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-    return frozenset(named if isinstance(named, list) else [] if named is None else [named])
 
 
 def main() -> int:
@@ -92,6 +84,7 @@ def generated(options: argparse.Namespace) -> Iterator[str]:
     """The prompt and what follows, in pieces. Raises ``ConfigError``."""
     import torch
 
+    from experiments.chat import ends_of
     from experiments.documents import tokenizer_of
     from replayssm.engine import Engine, Request, Sampling
     from replayssm.models import check_folder, load_model
@@ -100,7 +93,7 @@ def generated(options: argparse.Namespace) -> Iterator[str]:
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     with refused_by("folder", options.folder):
         check_folder(options.folder)
-        tokenizer, end = tokenizer_of(options.folder), end_of_text(options.folder)
+        tokenizer, end = tokenizer_of(options.folder), frozenset(ends_of(options.folder))
         prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
         model = load_model(options.folder, dtype=dtype, device=options.device)
         engine = Engine(model, options.arm, slots=1, capacity=len(prompt) + options.tokens)

@@ -9,7 +9,6 @@ text comes from `replayssm.engine.Engine`, a prompt being read at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,7 @@ class Text:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokenizer = tokenizer_of(folder)
-        self.ends = _ends(folder)
+        self.ends = chat.ends_of(folder)
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -152,14 +151,3 @@ class EngineLM(LM):
 def _until(options: dict[str, Any]) -> list[str]:
     until = options.get("until") or []
     return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-
-
-def _ends(folder: Path) -> list[int]:
-    """From generation_config.json and config.json, its text model's among them."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        named = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-        found += named if isinstance(named, list) else [] if named is None else [named]
-    return list(dict.fromkeys(found))

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from experiments import generate
+from experiments import chat, generate
 from experiments.assets import books
+from experiments.options import ConfigError
 
 MODELS = sorted(path.parent for path in generate.TINY.parent.glob("*/config.json"))
 
@@ -80,6 +81,22 @@ def test_a_configuration_that_is_no_json_is_one_line(
     told = capsys.readouterr()
     assert told.err.startswith(f"folder={tmp_path}: {tmp_path / 'config.json'} is no JSON")
     assert (told.err.count("\n"), told.out) == (1, "")
+
+
+def test_a_text_ends_with_the_tokens_that_a_folder_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": null}')
+    assert chat.ends_of(tmp_path) == []
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 5}}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert chat.ends_of(tmp_path) == [4, 5]
+    for text, told in (
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id='</s>' is impossible; accepted: a token"),
+        ("{", "generation_config.json is no JSON (Expecting property name"),
+        ("[]", "generation_config.json holds a list; accepted: a JSON object"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            chat.ends_of(tmp_path)
 
 
 def test_a_refusal_is_one_line_and_comes_before_torch() -> None:
