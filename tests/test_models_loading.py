@@ -23,6 +23,7 @@ from replayssm.models import (
     ModelError,
     ReplayStates,
     StoredStates,
+    check_folder,
     config_from_geometry,
     load_model,
     random_model,
@@ -77,6 +78,8 @@ def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as caught:
         load_model(folder)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ModelError, match=f"^{re.escape(str(caught.value))}$"):
+        check_folder(folder)
     return str(caught.value)
 
 
@@ -146,6 +149,8 @@ def test_draft_head_and_vision_tower_are_skipped_and_a_copied_head_is_read(folde
     assert equal(load_model(tied), model)
     change_tensors(tied, lambda tensors: tensors["lm_head.weight"].mul_(2))
     assert "lm_head.weight is not the embedding; accepted: tie_word_embeddings=false" in refusal(tied)
+    change_tensors(tied, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].char()}))
+    assert "lm_head.weight has dtype I8; accepted: BF16, F16, F32, F64" in refusal(tied)
 
 
 def test_what_is_no_folder_of_a_model_is_refused(folder: Callable[[str], Path], tmp_path: Path) -> None:
@@ -244,6 +249,8 @@ def test_tensors_that_do_not_fit_the_configuration_are_refused(folder: Callable[
         ("qwen-mlp-tied", {"tie_word_embeddings": False}, "lacks lm_head.weight"),
         ("qwen-moe-multimodal", {"tie_word_embeddings": True}, "tie_word_embeddings=True is unsupported; accepted: F"),
         ("qwen-moe-multimodal", {"text_config": 3}, "text_config=3 is unsupported; accepted: a mapping"),
+        ("nemotron-mlp", {"model_type": ["qwen3_5"]}, "model_type=['qwen3_5'] is unknown; accepted: nemotron_h, qwen"),
+        ("nemotron-mlp", {"layers_block_type": [["mamba"]]}, "layers_block_type=[['mamba']] is unsupported; accepted"),
     ],
 )
 def test_options_are_refused_by_name(

@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 import pandas as pd
 import pytest
+from safetensors.torch import load_file, save_file
 
 from experiments import documents, pg19
 from experiments.app import CONFIGS, to_plain
@@ -206,6 +207,14 @@ def test_weights_that_cannot_be_loaded_are_refused_before_anything_runs(folder: 
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ConfigError, match=r"^model.path=.*model.safetensors cannot be read, truncated or no safeten"):
+        case_from_config(config(f"model.path={folder}"))
+
+
+def test_a_head_beside_tied_embeddings_is_refused_before_anything_runs(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^model.path={folder}: {folder}: lm_head.weight is not the embedding; ac"):
         case_from_config(config(f"model.path={folder}"))
 
 

@@ -30,6 +30,7 @@ CONFIGS: dict[str, type[NemotronHConfig] | type[Qwen35Config]] = {
 """By ``model_type``."""
 FLOATS = ("BF16", "F16", "F32", "F64")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HEAD = "lm_head.weight"
 Config = NemotronHConfig | Qwen35Config
 
 
@@ -50,13 +51,12 @@ def load_model(
         with torch.no_grad():
             for name, target in tensors.items():
                 target.copy_(found[name].get_tensor(name))
-            _refuse_other_head(model, found, folder)
     return model
 
 
 def check_folder(folder: str | Path, head: bool = False) -> Config:
     """The configuration of the model in ``folder``, whose names, dtypes and shapes of tensors are as `load_model` needs
-    them. Raises `ModelError` as it does, but reads no tensor."""
+    them. Raises `ModelError` as it does, but reads no tensor, other than a head beside tied embeddings and these."""
     folder = Path(folder)
     config = config_from_folder(folder)
     with ExitStack() as stack:
@@ -135,7 +135,7 @@ def config_from_folder(folder: str | Path) -> Config:
             "fp16 or fp32 weights; run quantised ones with the vLLM engine"
         )
     kind = values.get("model_type")
-    if kind not in CONFIGS:
+    if not isinstance(kind, str) or kind not in CONFIGS:
         raise ModelError(f"{folder / 'config.json'}: model_type={kind!r} is unknown; accepted: {', '.join(CONFIGS)}")
     return CONFIGS[kind].from_options(Options(values, str(folder / "config.json")))
 
@@ -187,11 +187,13 @@ def _fitting(model: Decoder, found: Mapping[str, Any], folder: Path) -> dict[str
     _refuse_other_dtypes(tensors, found, folder)
     _refuse_other_names(model, tensors, found, folder)
     _refuse_other_shapes(tensors, found, folder)
+    if getattr(model.config, "tie_word_embeddings", False) and HEAD in found:
+        _refuse_other_head(model, tensors, found, folder)
     return tensors
 
 
 def _refuse_other_dtypes(tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
-    for name in tensors.keys() & found.keys():
+    for name in (tensors.keys() | {HEAD}) & found.keys():
         dtype = found[name].get_slice(name).get_dtype()
         if dtype not in FLOATS:
             raise ModelError(
@@ -206,7 +208,7 @@ def _refuse_other_names(model: Decoder, tensors: Mapping[str, Tensor], found: Ma
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json asks for")
     more = {name for name in found.keys() - tensors.keys() if not name.startswith(model.skipped)}
     if getattr(model.config, "tie_word_embeddings", False):
-        more.discard("lm_head.weight")
+        more.discard(HEAD)
     if more:
         raise ModelError(f"{folder} holds {_some(sorted(more))}, which its config.json has no place for")
 
@@ -218,12 +220,13 @@ def _refuse_other_shapes(tensors: Mapping[str, Tensor], found: Mapping[str, Any]
             raise ModelError(f"{folder}: {name} has shape {shape}; accepted: {list(target.shape)}")
 
 
-def _refuse_other_head(model: Decoder, found: Mapping[str, Any], folder: Path) -> None:
+def _refuse_other_head(model: Decoder, tensors: Mapping[str, Tensor], found: Mapping[str, Any], folder: Path) -> None:
     """A head beside tied embeddings may only be a copy of them."""
-    if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" in found:
-        head = found["lm_head.weight"].get_tensor("lm_head.weight").to(model.embedding)
-        if not torch.equal(head, model.embedding):
-            raise ModelError(f"{folder}: lm_head.weight is not the embedding; accepted: tie_word_embeddings=false")
+    name = next(name for name, target in tensors.items() if target is model.embedding)
+    head, embedding = found[HEAD].get_tensor(HEAD), found[name].get_tensor(name)
+    wide = torch.promote_types(head.dtype, embedding.dtype)
+    if not torch.equal(head.to(wide), embedding.to(wide)):
+        raise ModelError(f"{folder}: {HEAD} is not the embedding; accepted: tie_word_embeddings=false")
 
 
 def _some(names: list[str]) -> str:

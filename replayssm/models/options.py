@@ -57,7 +57,8 @@ class Options:
     def names(self, name: str, accepted: Collection[str]) -> tuple[str, ...]:
         """A list of names of which each is accepted."""
         value = self.get(name)
-        if not isinstance(value, list | tuple) or not value or any(item not in accepted for item in value):
+        known = isinstance(value, list | tuple) and all(isinstance(item, str) and item in accepted for item in value)
+        if not value or not known:
             raise self.refusal(name, value, f"a list of {', '.join(accepted)}")
         return tuple(value)
 
