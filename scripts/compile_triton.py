@@ -10,11 +10,12 @@ table of launches. The declared set is everything for sm_90, and one geometry a 
 other architectures; for all, steps that compute their gates or take a window of tokens, what lies between a model's
 products (`scripts.layer_calls`, whose ``state`` is the activations' dtype), and what depends on no model: commits,
 cursors, bandwidth.
-Fails if a kernel does not compile or keeps more than the declared bytes a thread on its stack, where spilled registers
-go. Products on tensor cores are counted in the PTX, each once however often it runs. Registers depend on the versions
-of Triton and of its assembler, which the table names; ``--check`` lists rows that differ and does not mind them. Triton
-3.6 brings assemblers of CUDA 12.8 for sm_90 and below and of 12.9 above, which know all six architectures; from sm_90
-on it compiles for the variant of one architecture (sm_103a), which runs on no other.
+Fails if a kernel does not compile, keeps more than the declared bytes a thread on its stack, where spilled registers
+go, or takes more shared memory than the architecture gives a block. Products on tensor cores are counted in the PTX,
+each once however often it runs. Registers depend on the versions of Triton and of its assembler, which the table names;
+``--check`` lists rows that differ and does not mind them. Triton 3.6 brings assemblers of CUDA 12.8 for sm_90 and below
+and of 12.9 above, which know all six architectures; from sm_90 on it compiles for the variant of one architecture
+(sm_103a), which runs on no other.
 
 Takes one to three seconds a kernel and core the first time, less with Triton's cache. Needs Triton, and no GPU.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -61,7 +63,10 @@ from scripts.layer_calls import ELSEWHERE as LAYERS_ELSEWHERE
 from scripts.layer_calls import LAYERS, ONE_A_KERNEL, layer_calls
 
 TABLE = Path(__file__).resolve().parent.parent / "results" / "triton_resources.csv"
-ARCHITECTURES = (80, 89, 90, 100, 103, 120)
+SHARED_LIMIT_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""The architectures, and how much shared memory a block may have there: CUDA C++ Programming Guide, compute
+capabilities, memory per capability."""
+ARCHITECTURES = tuple(SHARED_LIMIT_KIB)
 WHOLE = 90
 """The architecture for which everything is compiled."""
 DEVICE = "meta"
@@ -125,6 +130,10 @@ class _Compiler:
 
     def __init__(self, architecture: int) -> None:
         self.target = GPUTarget("cuda", architecture, 32)
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT_KIB[device] << 10}
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -315,6 +324,16 @@ def beyond_limit(rows: list[dict[str, Any]], limit_bytes: int) -> list[str]:
     ]
 
 
+def beyond_shared_memory(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a kernel that takes more shared memory than its architecture, one of ARCHITECTURES, gives a block."""
+    limits = {f"sm_{architecture}": kib << 10 for architecture, kib in SHARED_LIMIT_KIB.items()}
+    return [
+        f"{' '.join(str(row[name]) for name in KEY)}: {row['shared_bytes']} bytes of shared memory; accepted: {limit}"
+        for row in rows
+        if int(row["shared_bytes"]) > (limit := limits.get(row["architecture"], math.inf))
+    ]
+
+
 def differences(rows: list[dict[str, Any]], committed: list[dict[str, Any]]) -> list[str]:
     """A line for each row that is new, gone, or holds other figures."""
     new, old = _by_key(rows), _by_key(committed)
@@ -354,7 +373,7 @@ def parse_launch(text: str) -> Launch:
 
 
 def main() -> int:
-    """Exit status: 0, or 1 if a kernel does not compile or spills more than it may."""
+    """Exit status: 0, or 1 if a kernel does not compile, or spills or takes more than it may."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
@@ -378,7 +397,7 @@ def main() -> int:
         grid = itertools.product(*axes, options.batch_sizes or BATCH_SIZES)
         cases = [Case(*c, options.interval_length or INTERVAL_LENGTH, options.launch) for c in grid]
     rows, failures = compile_all(cases, options.workers)
-    failures += beyond_limit(rows, STACK_LIMIT_BYTES)
+    failures += beyond_limit(rows, STACK_LIMIT_BYTES) + beyond_shared_memory(rows)
     if options.check and not selected:
         changed = differences(rows, read(TABLE))
         print(f"{len(rows) - len(changed)} of {len(rows)} kernels as in {TABLE.name}", *changed, sep="\n")

@@ -13,9 +13,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from replayssm.kernels.triton import attention
 from scripts import compile_triton as script
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -122,9 +124,11 @@ def test_the_declared_set_launches_every_kernel_of_the_package(monkeypatch: pyte
 
     for kind in kinds:
         monkeypatch.setattr(kind, "run", note)
+    monkeypatch.setattr(script.driver, "_active", None)
     of_model = {(case.architecture, case.model): case for case in reversed(script.declared())}
     for architecture in script.ARCHITECTURES:
         reached.clear()
+        script.driver.set_active(script._Compiler(architecture))
         for case in [case for case in of_model.values() if case.architecture == architecture]:
             for call in script.calls(case).values():
                 call()
@@ -141,6 +145,7 @@ def test_the_committed_table_is_of_the_declared_set_within_the_limit() -> None:
     }
     assert named == wanted
     assert script.beyond_limit(rows, script.STACK_LIMIT_BYTES) == []
+    assert script.beyond_shared_memory(rows) == []
 
 
 def test_products_on_tensor_cores_are_counted() -> None:
@@ -180,6 +185,37 @@ def test_spills_beyond_the_limit_are_named() -> None:
     assert script.beyond_limit([row(), row(stack_bytes=40, step="stored")], 32) == [
         "sm_90 kimi fp32 1 stored _replay_kernel: 40 bytes of stack; accepted: 32"
     ]
+
+
+def test_more_shared_memory_than_an_architecture_has_is_named() -> None:
+    most = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376}
+    assert {architecture: kib * 1024 for architecture, kib in script.SHARED_LIMIT_KIB.items()} == most
+    fits = [row(architecture=f"sm_{number}", shared_bytes=limit) for number, limit in most.items()]
+    assert script.beyond_shared_memory([*fits, row(architecture="sm_89", shared_bytes=101377)]) == [
+        "sm_89 kimi fp32 1 replay _replay_kernel: 101377 bytes of shared memory; accepted: 101376"
+    ]
+
+
+def test_attention_reads_as_many_positions_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forecast is what the compiler took, and what fits an NVIDIA H200 reads 64 there."""
+    monkeypatch.setattr(script.driver, "_active", None)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    queries = {(bf16, 256): 16, (bf16, 128): 32, (fp32, 64): 16}
+    rows = [r for r in script.read(script.TABLE) if (r["step"], r["kernel"]) == ("attend_window", "_attend_kernel")]
+    chosen = {}
+    for committed in rows:
+        (layers, *_), name, _ = script.LAYERS[committed["model"]]
+        size, dtype = layers.head_dim, script.DTYPES[name]
+        script.driver.set_active(script._Compiler(int(committed["architecture"][3:])))
+        like = torch.empty(0, dtype=dtype, device="meta")
+        positions = attention._positions(queries[dtype, size], size, like)
+        assert attention.shared_bytes(queries[dtype, size], size, positions, dtype) == int(committed["shared_bytes"])
+        chosen[committed["architecture"], size] = positions
+    assert [chosen[f"sm_{number}", 256] for number in script.ARCHITECTURES] == [64, 32, 64, 64, 64, 32]
+    script.driver.set_active(script._Compiler(90))
+    wide, half = (torch.empty(0, dtype=dtype, device="meta") for dtype in (fp32, bf16))
+    assert [attention._positions(queries, 256, half) for queries in (32, 64, 128)] == [64, 64, 32]
+    assert attention._positions(16, 256, wide) == 32
 
 
 def test_the_table_survives_writing(tmp_path: pathlib.Path) -> None:

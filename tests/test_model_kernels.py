@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from replayssm.kernels.triton import pointwise
+from replayssm.kernels.triton import attention, pointwise
 from replayssm.kernels.triton.attention import attend
 from replayssm.models.cache import ModelCache, StoredStates
 from replayssm.models.decoding import Decoding
@@ -150,6 +150,12 @@ def test_attention_is_the_plain_one(
     close(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(keys, past.cache.keys[0])
     assert torch.equal(values, past.cache.values[0])
+
+
+def test_attention_that_reads_fewer_positions_at_a_time_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "POSITIONS", (16,))
+    test_attention_is_the_plain_one(200, (15, 16, 199), 5, 1, 16)
+    test_attention_is_the_plain_one(700, (699, 5, 301), 2, 2, 12)
 
 
 @pytest.mark.parametrize(("capacity", "lengths"), [(10, (0, 3, 7)), (600, (596, 0, 301))])

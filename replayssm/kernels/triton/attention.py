@@ -9,15 +9,19 @@ on the device, so that one CUDA graph serves all lengths.
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from replayssm.kernels.triton.launch import power_of_two
 
-POSITIONS = 64
-"""Read at a time."""
+POSITIONS = (64, 32, 16)
+"""Read at a time: the first of these for which a program's shared memory has room, the last if it has for none."""
 PROGRAMS = 512
 """That fill a GPU."""
 SHORTEST = 256
@@ -41,6 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
         part = torch.empty(rows, tokens, heads, pieces, size, dtype=torch.float32, device=q.device)
         scale = torch.empty(rows, tokens, heads, pieces, 2, dtype=torch.float32, device=q.device)
     share = heads // kv_heads
+    queries, padded = max(16, power_of_two(tokens * share)), max(16, power_of_two(size))
     _attend_kernel[(rows, kv_heads, pieces)](
         part,
         scale,
@@ -58,10 +63,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
         size**-0.5,
         T=tokens,
         SHARE=share,
-        QUERIES=max(16, power_of_two(tokens * share)),
+        QUERIES=queries,
         SIZE=size,
-        PADDED=max(16, power_of_two(size)),
-        POSITIONS=POSITIONS,
+        PADDED=padded,
+        POSITIONS=_positions(queries, padded, q),
         PIECES=pieces,
         num_warps=4,
     )
@@ -69,6 +74,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
         sizes = {"SIZE": size, "PADDED": power_of_two(size), "PIECES": pieces, "BLOCK": power_of_two(pieces)}
         _join_kernel[(rows * tokens, heads)](out, part, scale, slots, T=tokens, **sizes)
     return out
+
+
+def _positions(queries: int, size: int, like: Tensor) -> int:
+    limit = math.inf if like.device.type == "cpu" else shared_limit_bytes(driver.active.get_current_device())
+    room = (n for n in POSITIONS if shared_bytes(queries, size, n, like.dtype) <= limit)
+    return next(room, POSITIONS[-1])
+
+
+def shared_bytes(queries: int, size: int, positions: int, dtype: torch.dtype) -> int:
+    """The most that `_attend_kernel` takes of a program's shared memory, as Triton 3.6 lays it out: two tiles of keys
+    and two of values on their way, queries and weights, both in two parts where a product is three; from 64 queries
+    on, where warps may multiply together, three tiles of each and the queries."""
+    parts = 2 if dtype == torch.float32 else 1
+    elements = 4 * positions * size + parts * queries * (size + positions)
+    if queries >= 64:
+        elements = max(elements, 6 * positions * size + queries * size)
+    return dtype.itemsize * elements
+
+
+@functools.cache
+def shared_limit_bytes(device: int) -> int:
+    """The most shared memory that a program may have there."""
+    return driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 @triton.jit
