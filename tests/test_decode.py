@@ -148,6 +148,29 @@ def test_what_is_wrong_is_seen(family: str, arm: str, fault: str, monkeypatch: p
         assert any(expected[fault] in text for text in faults), faults
 
 
+@pytest.mark.parametrize(("family", "arm"), [("mamba2", "stored/torch"), ("gdn", "replay/torch")])
+def test_a_model_that_repeats_a_word_is_seen_to_be_stepped(
+    family: str, arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its short memories are where the next step leaves them; a layer that is not stepped is still found."""
+    of = replace(case(family), weights="greedy")
+    model = random_model(model_config(case(family)), seed=0, dtype=torch.float32)
+    model.lm_head.weight.zero_()  # the first token is as likely as any
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A_log"):
+            parameter.fill_(14.0)
+    found = Session(of, model, arm, {0})
+    found.run(2 * of.interval_length)
+    before = found.marks()
+    found.run(of.interval_length)
+    assert torch.equal(found.marks()[0], before[0])
+    chosen = Chosen(torch.arange(3), [0])
+    assert check(found, "before", chosen).faults() == []
+    step = found.states.step
+    monkeypatch.setattr(found.states, "step", lambda number, *a, **more: number and step(number, *a, **more))
+    assert any("copies touched" in text for text in check(found, "before", chosen).faults())
+
+
 def test_a_restart_begins_again() -> None:
     """Bit for bit, and all arms read the same tokens."""
     found = session("mamba2", "replay/torch", "phase=staggered")
