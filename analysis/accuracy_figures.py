@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 
 from analysis import style
 from analysis.accuracy import CONTROL, POINTS, REFERENCE
+from analysis.drift_figures import precision_look
 
 NAMES = ("accuracy_by_arm", "accuracy_by_distance")
 NAMED = 1.3
@@ -35,7 +36,7 @@ def draw(table: pd.DataFrame, by_distance: pd.DataFrame, paper: pd.DataFrame, fo
 def accuracy_by_arm(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """A row of panels a model and task: every arm's accuracy, and its difference to the reference on the same items,
     with their intervals."""
-    panels, looks = _panels(table), style.arm_look(list(table["arm"]))
+    panels, looks = _panels(table), precision_look(table["arm"])
     legend = [
         Line2D([], [], ls=":", color=style.INK, label=REFERENCE),
         Line2D([], [], ls="--", color=style.MUTED, label="chance"),
@@ -89,8 +90,8 @@ def _differences(ax: Axes, part: pd.DataFrame, looks: dict[str, Any]) -> None:
 
 def accuracy_by_distance(table: pd.DataFrame, paper: pd.DataFrame) -> Figure:
     """A panel a model and task: accuracy by intervals from fact to question, each doubling at its upper end."""
-    panels, looks = _panels(table), style.arm_look(list(table["arm"]))
-    arms = sorted(looks, key=lambda arm: (arm != REFERENCE, arm == CONTROL, arm))
+    panels, looks = _panels(table), precision_look(table["arm"])
+    arms = sorted(set(table["arm"]), key=lambda arm: (arm != REFERENCE, arm == CONTROL, arm))
     legend = [Line2D([], [], label=arm, **looks[arm]) for arm in arms]
     figure, axes = style.panels([len(row) for row in _rows(panels)], legend)
     for ax, (key, part) in zip(axes, panels, strict=True):

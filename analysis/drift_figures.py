@@ -6,7 +6,7 @@ They draw the rounded values of the tables and nothing else; bars are 95 % inter
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from analysis import style
+from analysis.accuracy import CONTROL
 from analysis.drift import FLOOR, MAIN
 
 LOST = 30.0
@@ -113,20 +114,23 @@ def _at_several_lengths(kl: pd.DataFrame) -> pd.DataFrame:
     return plain[counts > 1]
 
 
-def _looks(frame: pd.DataFrame) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-    """Look by arm, the same wherever the arm is shown, and the legend of those that are."""
-    known = [*MAIN, FLOOR]
-    every = known + sorted(set(frame["arm"]) - set(known))
-    looks: dict[str, dict[str, Any]] = {
+def precision_look(arms: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker by arm whose name is a precision, or the control of accuracy: the same wherever it is shown."""
+    known, own = [*MAIN, FLOOR], {FLOOR: style.MUTED, CONTROL: style.INK}
+    every = known + sorted(set(arms) - set(known))
+    return {
         arm: {
-            "color": style.MUTED if arm == FLOOR else style.COLOURS[i % len(style.COLOURS)],
+            "color": own.get(arm, style.COLOURS[i % len(style.COLOURS)]),
             "marker": style.MARKERS[i % len(style.MARKERS)],
-            "ms": 3.2,
-            "lw": 1.2,
         }
         for i, arm in enumerate(every)
     }
-    shown = [arm for arm in every if arm in set(frame["arm"])]
+
+
+def _looks(frame: pd.DataFrame) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+    """Look by arm, and the legend of those that are shown."""
+    looks = {arm: look | {"ms": 3.2, "lw": 1.2} for arm, look in precision_look(frame["arm"]).items()}
+    shown = [arm for arm in looks if arm in set(frame["arm"])]
     labels = {FLOOR: f"{FLOOR}: noise floor"}
     return looks, [Line2D([], [], label=labels.get(arm, arm), **looks[arm]) for arm in shown]
 

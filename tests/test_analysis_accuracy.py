@@ -12,7 +12,7 @@ import pytest
 from accuracies import GRID, ITEMS, PASSAGES, record
 from scipy.stats import binom
 
-from analysis import accuracy, accuracy_figures, accuracy_rules, published, tables
+from analysis import accuracy, accuracy_figures, accuracy_rules, drift_figures, published, tables
 from analysis.bearing import Question
 from analysis.load import Evidence, load
 from analysis.rules import AGAINST, NOT_RUN, RULES, SUPPORTED, UNCLEAR
@@ -140,6 +140,11 @@ def test_records_of_both_kinds_are_read_from_a_folder_and_drawn(tmp_path: Path) 
     share, difference = accuracy_figures.accuracy_by_arm(found["accuracy"], paper).axes
     rows = found["accuracy"].set_index("arm").loc[[label.get_text() for label in share.get_yticklabels()]]
     assert [bar.lines[0].get_xdata()[0] for bar in share.containers] == list(rows["accuracy"]) != []
+    drift = drift_figures.precision_look(drift_figures.MAIN)  # whichever arms are shown beside it
+    assert len({bar.lines[0].get_color() for bar in share.containers}) == len(rows)
+    for bar, arm in zip(share.containers, rows.index, strict=True):
+        if arm in drift:
+            assert (bar.lines[0].get_color(), bar.lines[0].get_marker()) == tuple(drift[arm].values())
     low = [bar.lines[2][0].get_segments()[0][0][0] for bar in share.containers]
     assert low == pytest.approx(list(rows["low"]))
     compared = rows[rows["difference"].notna() & (rows.index != "damaged")]
