@@ -406,6 +406,15 @@ def test_what_a_peer_needs_is_prepared_once() -> None:
     assert len(made) == 2
 
 
+def test_what_a_peer_needs_of_a_size_is_prepared_once() -> None:
+    made = []
+    prepared = Prepared(lambda tensor, size: made.append(size) or size)
+    slots = torch.zeros(1)
+    for size in (1000, int("1000"), 1001):  # equal numbers of two objects
+        assert prepared(slots, size) == size
+    assert made == [1000, 1001]
+
+
 def test_the_slot_in_front_is_the_peer_s_and_no_other() -> None:
     state = torch.randn(2, 3, 2, 4, 4)
     placed = null_slot_in_front(state)

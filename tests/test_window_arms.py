@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl
 
 from experiments.case import Precision, Timing, WindowCase, case_hash
-from experiments.measure import gates
+from experiments.measure import devices, gates
 from experiments.measure.assemble import Group, case_from_dict
 from experiments.measure.layers import forget
 from experiments.measure.window_gates import WindowCheck
@@ -154,7 +154,8 @@ def test_snapshots_of_vllm_pass_the_gates(
             monkeypatch.setattr(module, "exp", lambda x: tl.exp(x))
     of = case(family, length=4, accepted=1, window=2)
     layers = arm("snapshots/vllm-tuned")._layers(of, 2, launch)
-    assert not WindowCheck(of, 2, "before").run(layers, 0, None)[0].faults()
+    graph = devices.of(of).graph(layers) if GPU else None
+    assert not WindowCheck(of, 2, "before").run(layers, 0, graph)[0].faults()
 
 
 def test_windows_of_vllm_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

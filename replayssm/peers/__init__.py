@@ -66,7 +66,9 @@ class Peer:
 
 
 class Prepared(Generic[Form]):
-    """What a peer needs of an object, made when it is first asked for and kept as long as this lives."""
+    """What a peer needs of an object, made when it is first asked for and kept as long as this lives. Another object of
+    the same contents, as a view made anew for each step, is another object; whole numbers are told by their value.
+    """
 
     def __init__(self, make: Callable[..., Form]) -> None:
         self._make = make
@@ -74,7 +76,7 @@ class Prepared(Generic[Form]):
 
     def __call__(self, *objects: Any) -> Form:
         """Raises ``RuntimeError`` if it would have to be made while a CUDA graph is captured."""
-        key = tuple(id(each) for each in objects)
+        key = tuple(each if isinstance(each, int) else id(each) for each in objects)
         if key not in self._made:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("inputs that the peer has not seen in a CUDA graph; step once with them before")

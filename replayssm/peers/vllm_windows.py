@@ -65,7 +65,7 @@ def snapshots_step(family: str, launch: Launch | None = None) -> Step:
 
 def _mamba2_step(launch: Launch | None) -> Callable[..., None]:
     module, kernel = vllm._kernel(*KERNELS["mamba2"])
-    flat, indices = Prepared(_flattened), Prepared(lambda slots, states: _indices(slots, states, 0, -1))
+    flat, indices = Prepared(_flattened), Prepared(lambda slots, window: _indices(slots, window, 0, -1))
     starts = Prepared(_starts)
 
     def step(out: Tensor, states: Tensor, inputs: Any, slots: Tensor, accepted: Tensor) -> None:
@@ -82,11 +82,11 @@ def _mamba2_step(launch: Launch | None) -> Callable[..., None]:
                 D,
                 bias,
                 tokens.z,
-                state_batch_indices=indices(slots, states),
+                state_batch_indices=indices(slots, states.shape[1]),
                 null_block_id=-1,
                 out=out.flatten(0, 1),
                 num_accepted_tokens=accepted,
-                cu_seqlens=starts(slots, states),
+                cu_seqlens=starts(slots, states.shape[1]),
                 is_blackwell=vllm._is_blackwell(),
             )
 
@@ -95,7 +95,7 @@ def _mamba2_step(launch: Launch | None) -> Callable[..., None]:
 
 def _gdn_step(launch: Launch | None) -> Callable[..., None]:
     module, kernel = vllm._kernel(*KERNELS["gdn"])
-    form, indices = Prepared(_gdn_form), Prepared(lambda slots, states: _indices(slots, states, 1, 0))
+    form, indices = Prepared(_gdn_form), Prepared(lambda slots, window: _indices(slots, window, 1, 0))
     starts = Prepared(_starts)
 
     def step(out: Tensor, states: Tensor, inputs: Any, slots: Tensor, accepted: Tensor) -> None:
@@ -104,8 +104,8 @@ def _gdn_step(launch: Launch | None) -> Callable[..., None]:
             kernel(
                 **form(inputs),
                 initial_state=with_null_slot(states.flatten(0, 1)),
-                cu_seqlens=starts(slots, states),
-                ssm_state_indices=indices(slots, states),
+                cu_seqlens=starts(slots, states.shape[1]),
+                ssm_state_indices=indices(slots, states.shape[1]),
                 num_accepted_tokens=accepted,
                 use_qk_l2norm_in_kernel=True,
             )
@@ -115,7 +115,7 @@ def _gdn_step(launch: Launch | None) -> Callable[..., None]:
 
 def _kda_step(launch: Launch | None) -> Callable[..., None]:
     module, kernel = vllm._kernel(*KERNELS["kda"])
-    form, indices = Prepared(_kda_form), Prepared(lambda slots, states: _indices(slots, states, 1, 0))
+    form, indices = Prepared(_kda_form), Prepared(lambda slots, window: _indices(slots, window, 1, 0))
     starts = Prepared(_starts)
 
     def step(out: Tensor, states: Tensor, inputs: Any, slots: Tensor, accepted: Tensor) -> None:
@@ -123,8 +123,8 @@ def _kda_step(launch: Launch | None) -> Callable[..., None]:
             kernel(
                 **form(inputs),
                 initial_state=with_null_slot(states.flatten(0, 1)),
-                cu_seqlens=starts(slots, states),
-                ssm_state_indices=indices(slots, states),
+                cu_seqlens=starts(slots, states.shape[1]),
+                ssm_state_indices=indices(slots, states.shape[1]),
                 num_accepted_tokens=accepted,
                 out=out.flatten(0, 1)[None],
             )
@@ -150,16 +150,15 @@ def _kda_form(inputs: Any) -> dict[str, Tensor]:
     return {name: tensor[None] for name, tensor in _flattened(inputs)._asdict().items()}
 
 
-def _indices(slots: Tensor, states: Tensor, first: int, padding: int) -> Tensor:
+def _indices(slots: Tensor, window: int, first: int, padding: int) -> Tensor:
     """``[B,T]`` int32 blocks of each row's tokens, which begin at block ``first``."""
-    window = states.shape[1]
     blocks = slots[:, None] * window + torch.arange(window, device=slots.device) + first
     return torch.where(slots[:, None] >= 0, blocks, padding).to(torch.int32).contiguous()
 
 
-def _starts(slots: Tensor, states: Tensor) -> Tensor:
+def _starts(slots: Tensor, window: int) -> Tensor:
     """``[B+1]`` int32: where each row's tokens begin."""
-    return (torch.arange(len(slots) + 1, device=slots.device) * states.shape[1]).to(torch.int32)
+    return (torch.arange(len(slots) + 1, device=slots.device) * window).to(torch.int32)
 
 
 @contextlib.contextmanager
