@@ -88,6 +88,8 @@ class CacheLayer:
     packed: Packed | None = None
     read_copy: Packed | None = None
     ring_format: str | None = None
+    workspace: dict[Any, Tensor] = field(default_factory=dict)
+    """What a kernel leaves to the next within a step; of all layers."""
 
 
 class ReplayCache:
@@ -150,6 +152,7 @@ class ReplayCache:
         else:
             self.state = torch.full(shape, torch.nan, dtype=state_dtype, device=device)
         self.ring_format = None if precision is None else precision.ring
+        self._workspace: dict[Any, Tensor] = {}
         by_token = self.state.device.type != "cpu"
         self.ring = {
             name: _filled((layers, slots, *shape), dtype, device, by_token)
@@ -181,6 +184,7 @@ class ReplayCache:
             packed=None if self.packed is None else self.packed[number],
             read_copy=None if self.read_copy is None else self.read_copy[number],
             ring_format=self.ring_format,
+            workspace=self._workspace,
         )
 
     @property

@@ -94,6 +94,8 @@ FLUSHES = ("replay-stochastic", "replay-raw-fold")
 FLUSH_STACK_LIMIT_BYTES = 1024
 GATES = "replay-gates"
 """The replay step that computes its gates from raw inputs."""
+AHEAD = "replay-ahead"
+"""The replay step of GDN and KDA in two launches."""
 WINDOWS = ("verify", "snapshots", "oracle")
 """Steps of speculative decoding, with windows of WINDOW tokens, each with its default launch."""
 WINDOW = 4
@@ -214,6 +216,9 @@ def calls(case: Case) -> dict[str, Any]:
     if GATES in steps(case):
         token, gates = raw_inputs(inputs)
         found[GATES] = lambda: kernels.replay_step(out, layer, token, slots, case.launch, gates=gates)
+    if AHEAD in steps(case):
+        launch = Launch(rows=16, tiles=1, warps=2, lanes=8, ahead=True)
+        found[AHEAD] = lambda: kernels.replay_step(out, layer, inputs, slots, launch)
     return found | (window_calls(case) if WINDOWS[0] in steps(case) else {})
 
 
@@ -270,6 +275,8 @@ def steps(case: Case) -> tuple[str, ...]:
     found: tuple[str, ...] = ("stored", "replay")
     if case.batch_size in (BATCH_SIZES[0], BATCH_SIZES[-1]):  # their launches have two classes
         found += WINDOWS
+        if case.state == "fp32" and MODELS[case.model].family != "mamba2":
+            found += (AHEAD,)
     if case.batch_size != BATCH_SIZES[-1]:
         return found
     if case.state == "fp16":

@@ -206,6 +206,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return torch.nan_to_num(error, nan=torch.inf).item()
 
 
+AHEAD = {"ahead": Launch(16, 1, 1, 8, ahead=True), "ahead, two tiles": Launch(16, 2, 2, 8, ahead=True)}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 LAUNCHES = {
     "whole head": Launch(rows=16, tiles=5, warps=4),
@@ -265,14 +266,36 @@ def test_folds_from_raw_inputs_in_other_shapes_and_formats(family: str) -> None:
         Step(family, [3, 2], 4, head_dim=32, dtype=torch.bfloat16, state_dtype=state_dtype, raw=True).replay()
 
 
+@delta_families
+@pytest.mark.parametrize("launch", AHEAD)
+@pytest.mark.parametrize("interval_length", [1, 2, 16, 33])
+def test_two_launches_at_every_phase(family: str, interval_length: int, launch: str) -> None:
+    L = interval_length
+    cursors = [L - 1, None, 0, L // 2, max(0, L - 2), None]
+    Step(family, cursors, L, seed=L).replay(AHEAD[launch])
+
+
+@delta_families
+def test_two_launches_in_other_shapes_and_formats(family: str) -> None:
+    Step(family, [2, None, 1], 3, strided=True, raw=True).replay(AHEAD["ahead"])
+    Step(family, [3, 1], 4, head_dim=3, state_dim=7, raw=True).replay(AHEAD["ahead, two tiles"])
+    for dtype in (torch.bfloat16, torch.float16):
+        Step(family, [3, 2, None], 4, head_dim=32, dtype=dtype, state_dtype=dtype).replay(AHEAD["ahead"])
+
+
+def test_mamba2_takes_no_two_launches() -> None:
+    with pytest.raises(ValueError, match=r"^launch.ahead=True is for GDN and KDA; accepted for Mamba-2: False$"):
+        Step("mamba2", [0], 2).replay(AHEAD["ahead"])
+
+
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("interval_length", [1, 3, 16])
 def test_decays_in_bfloat16_are_rounded_in_the_ring_alone(interval_length: int, raw: bool) -> None:
     """A row's own token decays by what arrived, at a flush too; by each launch that reads rings its own way."""
     L = interval_length
-    for launch in ("whole head", "eager", "two tiles"):
+    for launch in (*(LAUNCHES[name] for name in ("whole head", "eager", "two tiles")), AHEAD["ahead"]):
         step = Step("kda", [L - 1, None, 0, max(0, L - 2)], L, raw=raw, decay=torch.bfloat16, strided=True, seed=L)
-        step.replay(LAUNCHES[launch])
+        step.replay(launch)
 
 
 @every_family

@@ -123,6 +123,7 @@ BAD = {
     "lanes=64 is impossible; accepted: at most 32": (12, "64"),
     "eager='yes' is unknown; accepted: true, false": (14, "yes"),
     "at_once='1' is unknown; accepted: true, false": (16, "1"),
+    "ahead='' is unknown; accepted: true, false": (17, ""),
     "operation='read' is unknown; accepted: stored, replay": (0, "read"),
     "interval_length=16 of stored; accepted: of replay alone": (0, "stored"),
     "interval_length=65 is impossible; accepted: 1 to 64": (7, "65"),
@@ -130,8 +131,8 @@ BAD = {
     "heads=97 is not divisible by groups=8": (2, "97"),
     "state='fp8' is unknown; accepted: fp32, bf16, fp16": (6, "fp8"),
     "batch_size=0 or rounds=5 is below 1; accepted: at least 1": (8, "0"),
-    "aligned_us='fast' is impossible; accepted: microseconds": (17, "fast"),
-    "22 fields; accepted: 21": (20, "abc1234,more"),
+    "aligned_us='fast' is impossible; accepted: microseconds": (18, "fast"),
+    "23 fields; accepted: 22": (21, "abc1234,more"),
 }
 
 

@@ -18,8 +18,10 @@ class Launch:
     warp reads. ``stages`` is how many tiles are on their way at once; a program of one tile asks for it before anything
     else. ``eager`` reads whole rings without waiting for the cursor: less latency, more bytes. KDA ignores it, since
     its vector decays must be summed in time order. ``registers`` caps those of a thread. ``at_once``: the ring's tokens
-    are taken all at once, which costs registers and as much time for one token as for all, and not one by one. Raises
-    ``ValueError`` on numbers that Triton cannot take.
+    are taken all at once, which costs registers and as much time for one token as for all, and not one by one.
+    ``ahead``: what the ring's keys give is formed once a head by a launch before this one, and not by every program of
+    a head; its values are then taken at once. GDN and KDA only. Raises ``ValueError`` on numbers that Triton cannot
+    take.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class Launch:
     eager: bool = False
     registers: int | None = None
     at_once: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         for field in ("rows", "warps", "lanes"):

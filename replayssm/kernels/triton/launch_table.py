@@ -28,8 +28,8 @@ from replayssm.kernels.triton.launch import Launch, replay_launch, ring, stored_
 from replayssm.kernels.triton.launch_csv import LAYER, Choice, Fields, device_name, ratio
 
 OPERATIONS = ("stored", "replay")
-FLAGS = ("eager", "at_once")
-LAUNCH = ("rows", "tiles", "warps", "lanes", "stages", "eager", "registers", "at_once")
+FLAGS = ("eager", "at_once", "ahead")
+LAUNCH = ("rows", "tiles", "warps", "lanes", "stages", "eager", "registers", "at_once", "ahead")
 MEASURED = ("aligned_us", "staggered_us", "rounds", "source")
 COLUMNS = ("operation", *LAYER, "state", "interval_length", "batch_size", *LAUNCH, *MEASURED)
 HEADER = """\

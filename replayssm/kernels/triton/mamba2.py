@@ -143,6 +143,8 @@ def replay_step(
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
+    if launch.ahead:
+        raise ValueError("launch.ahead=True is for GDN and KDA; accepted for Mamba-2: False")
     cut = Cut.of(geometry, launch, layer.state, layer)
     ring = _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes)
     if rows:
