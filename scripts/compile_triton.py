@@ -95,7 +95,7 @@ FLUSH_STACK_LIMIT_BYTES = 1024
 GATES = "replay-gates"
 """The replay step that computes its gates from raw inputs."""
 AHEAD = "replay-ahead"
-"""The replay step of GDN and KDA in two launches."""
+"""The replay step in two launches."""
 WINDOWS = ("verify", "snapshots", "oracle")
 """Steps of speculative decoding, with windows of WINDOW tokens, each with its default launch."""
 WINDOW = 4
@@ -275,7 +275,7 @@ def steps(case: Case) -> tuple[str, ...]:
     found: tuple[str, ...] = ("stored", "replay")
     if case.batch_size in (BATCH_SIZES[0], BATCH_SIZES[-1]):  # their launches have two classes
         found += WINDOWS
-        if case.state == "fp32" and MODELS[case.model].family != "mamba2":
+        if case.state == "fp32" and case.model in ELSEWHERE:
             found += (AHEAD,)
     if case.batch_size != BATCH_SIZES[-1]:
         return found

@@ -80,8 +80,7 @@ def _stored_many(geometry: Geometry) -> list[AnyLaunch]:
 
 def _replay_few(geometry: Geometry) -> list[AnyLaunch]:
     whole = _tiles(geometry, 16)
-    caps = (None, 128) if geometry.family == "mamba2" else (None,)
-    one_tile = itertools.product(((16, 2), (16, 4), (32, 4)), (8, 16), caps)
+    one_tile = itertools.product(((16, 2), (16, 4), (32, 4)), (8, 16), (128 if geometry.family == "mamba2" else None,))
     wide = ((64, 4, None), (64, 8, None), (128, 8, 128))
     more = {"registers": 96} if geometry.family == "kda" else {"eager": True, "registers": 128}
     walked = ((8, 1, 8, 128), (8, 1, 16, 128), (16, 1, 8, 128), (16, 1, 8, 168), (16, 1, 16, 128), (16, 1, 16, 168))
@@ -93,14 +92,12 @@ def _replay_few(geometry: Geometry) -> list[AnyLaunch]:
         *(Launch(rows, 1, warps, lanes, 1, registers=cap) for rows, warps, lanes, cap in (*walked, (16, 2, 8, 128))),
         *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, (warps, cap) in walks),
         *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
-        *_ahead(geometry, ((16, 1, 1), (16, 1, 2), (32, 1, 2), (32, 1, 4), (64, 1, 4), (16, 2, 1))),
+        *_ahead(((16, 1, 1), (16, 1, 2), (32, 1, 2), (32, 1, 4), (64, 1, 4), (16, 2, 1))),
     ]
 
 
-def _ahead(geometry: Geometry, shapes: tuple[tuple[int, int, int], ...]) -> list[AnyLaunch]:
-    """In two launches, by rows, tiles and warps of the reads; none of Mamba-2."""
-    if geometry.family == "mamba2":
-        return []
+def _ahead(shapes: tuple[tuple[int, int, int], ...]) -> list[AnyLaunch]:
+    """In two launches, by rows, tiles and warps of the reads."""
     return [Launch(rows, tiles, warps, 8, 3 if tiles > 1 else 1, ahead=True) for rows, tiles, warps in shapes]
 
 
@@ -110,9 +107,7 @@ def _replay_many(geometry: Geometry) -> list[AnyLaunch]:
     least = 2 if geometry.family == "kda" else 1  # vector decays do not fit into the registers of one warp
     shapes = itertools.product((whole, half), (least, 2 * least), (None, 168))
     capped = ((whole, least, 128), (whole, 2 * least, 128), (half, 2, 128), (quarter, 1, 168))
-    mamba2 = geometry.family == "mamba2"
-    long = itertools.product((8, 16) if mamba2 else (8,), (128, 168), (False, True))
-    walked = ((8, 16, 128), (16, 8, 128), (16, 8, 168), (16, 16, 128))[: 4 if mamba2 else 1]
+    long = itertools.product((16 if geometry.family == "mamba2" else 8,), (128, 168), (False, True))
     return [
         *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, warps, cap in shapes),
         *(Launch(16, whole, warps, 16, 3, registers=168) for warps in (least, 2 * least)),
@@ -121,9 +116,9 @@ def _replay_many(geometry: Geometry) -> list[AnyLaunch]:
         *(Launch(16, whole, least, lanes, 4, registers=cap, at_once=at_once) for lanes, cap, at_once in long),
         *(Launch(8, _tiles(geometry, 8), least, 16, 4, registers=168, at_once=at_once) for at_once in (False, True)),
         *(Launch(32, 1, 2, lanes, 1, at_once=True) for lanes in (8, 16)),
-        *(Launch(rows, 1, 1, lanes, 1, registers=cap) for rows, lanes, cap in walked),
-        *_ahead(geometry, ((16, 1, 1), (16, 1, 2), (32, 1, 2), (16, 2, 1))),
-        *_ahead(geometry, ((16, half, 1), (16, whole, 1), (16, whole, 2))),
+        Launch(8, 1, 1, 16, 1, registers=128),
+        *_ahead(((16, 1, 1), (16, 1, 2), (32, 1, 2), (16, 2, 1))),
+        *_ahead(((16, half, 1), (16, whole, 1), (16, whole, 2))),
     ]
 
 

@@ -2,11 +2,12 @@
 
 In one launch every program of a head forms the products of the ring's keys anew, token by token, and has the registers
 that a fold takes. Here `products_ahead`, a program a row and head, folds the rows that flush; of the others it forms
-the products and appends the token but for its values. `apply_products` does nothing for rows that flush, and needs of
-the others' rings only the sums over their values with two weights a token, which it takes at once beside the state, and
-of KDA q and k times the checkpoint's decay. From compute capability 9.0 on it starts beside the first launch and waits
-for it where the first's results are read, states of one tile being on their way by then; every program waits, so that
-whatever comes behind the second launch comes behind both.
+the products and appends the token but for its values, once for all heads of a key unless decays are of channels.
+`apply_products` does nothing for rows that flush, and needs of the others' rings only the sums over their values with
+two weights a token, which it takes at once beside the state, and of KDA q and k times the checkpoint's decay. From
+compute capability 9.0 on it starts beside the first launch and waits for it where the first's results are read, states
+of one tile being on their way by then; every program waits, so that whatever comes behind the second launch comes
+behind both.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,15 +17,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime import driver
 
 from replayssm.cache import CacheLayer
 from replayssm.geometry import Geometry
+from replayssm.kernels.triton.ahead import SCALARS, WARPS, overlap, workspace
 from replayssm.kernels.triton.delta_parts import (
     append_keys,
     append_values,
@@ -32,6 +32,7 @@ from replayssm.kernels.triton.delta_parts import (
     fold_row,
     load_keys,
     load_token,
+    log_decays,
     products_with,
     read,
     ring_weights,
@@ -39,7 +40,6 @@ from replayssm.kernels.triton.delta_parts import (
     tokens_of,
 )
 from replayssm.kernels.triton.launch import Cut, Launch
-from replayssm.kernels.triton.rounding import INTERPRETED
 from replayssm.kernels.triton.tiles import (
     exp,
     first_tile,
@@ -51,24 +51,6 @@ from replayssm.kernels.triton.tiles import (
     rnorm,
     span,
 )
-
-WARPS = 4
-"""Of the first launch."""
-OVERLAPS = 90
-"""Compute capability, times ten, from which on a launch may start beside the one before it."""
-SCALARS = tl.constexpr(4)
-"""Numbers of a row and head behind the two weights a token: decay and norm of q and of k, their product."""
-
-
-def workspace(layer: CacheLayer, rows: int, cut: Cut, channels: bool) -> Tensor:
-    """``[rows,H,words]`` float32 between the launches: two weights a token of the ring, `SCALARS` numbers, and with
-    ``channels`` q and k of all columns. The layers of a cache share it; made when a size is first asked for.
-    """
-    words = 2 * cut.RING + SCALARS.value + (2 * cut.PADDED if channels else 0)
-    shape = (rows, cut.H, words)
-    if shape not in layer.workspace:
-        layer.workspace[shape] = torch.empty(shape, dtype=torch.float32, device=layer.state.device)
-    return layer.workspace[shape]
 
 
 @triton.jit
@@ -94,34 +76,43 @@ def products_ahead(
     length, oldest = tl.load(ring.cursor + slot), tl.load(ring.origin + slot)
     p, end = span(part, cut)
     mine = tokens_of(ring, ring_strides, slot, head, length, oldest, cut)
-    token = load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
     entry, age, valid = ring_order(length, oldest, cut)
-    rnorms, gs, weight, decay = ring_weights(mine, token.g, entry, age, valid, cut, form)
-    keys = load_keys(mine, token.g, entry, valid, cut, form)
-    k = token.k.to(tl.float32)
-    k_rnorm, q_scale = rnorm(tl.sum(k * k, axis=0)), rnorm(tl.sum(token.q * token.q, axis=0)) * scale
-    if length == cut.L - 1:
-        fold_row(
-            out + row * strides.out[0] + head * strides.out[1],
-            state + slot * strides.state[0] + head * strides.state[1],
-            ring, mine, token, rnorms, gs, weight, decay, keys, entry, valid, q_scale, k_rnorm, rounding, slot, head,
-            part, end, cut, form,
-        )  # fmt: skip
-    else:
-        kq, kk = products_with(keys, token.q, k, form)
-        weights, scalars, vectors = _place_of(products, row, head, cut, form)
-        j, n = tl.arange(0, cut.RING), tl.arange(0, cut.PADDED)
-        tl.store(weights + j, weight * kq * q_scale)
-        tl.store(weights + cut.RING + j, weight * kk * k_rnorm)
-        tl.store(scalars, decay * q_scale)
-        tl.store(scalars + 1, decay * k_rnorm)
-        tl.store(scalars + 2, tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale))
-        if form.CHANNELS:
-            kept = exp(decay_since(mine, token.g, n, cut))
-            tl.store(vectors + n, token.q * kept)
-            tl.store(vectors + cut.PADDED + n, k * kept)
-        last = (oldest + length) % cut.CAPACITY
-        append_keys(ring, mine, token.k, token.g, token.beta, k_rnorm, slot, last, head, cut, form)
+    if length == cut.L - 1 or (form.CHANNELS or head % cut.SHARE == 0):
+        token = load_token(inputs, gates, strides, row, head, p, p < end, cut, form)
+        keys = load_keys(mine, token.g, entry, valid, cut, form)
+        k = token.k.to(tl.float32)
+        k_rnorm, q_scale = rnorm(tl.sum(k * k, axis=0)), rnorm(tl.sum(token.q * token.q, axis=0)) * scale
+        if length == cut.L - 1:
+            rnorms, gs, weight, decay = ring_weights(mine, token.g, entry, age, valid, cut, form)
+            fold_row(
+                out + row * strides.out[0] + head * strides.out[1],
+                state + slot * strides.state[0] + head * strides.state[1],
+                ring, mine, token, rnorms, gs, weight, decay, keys, entry, valid, q_scale, k_rnorm, rounding, slot,
+                head, part, end, cut, form,
+            )  # fmt: skip
+        else:
+            kq, kk = products_with(keys, token.q, k, form)
+            kq, kk, qk = kq * q_scale, kk * k_rnorm, tl.sum(token.q * k, axis=0) * (k_rnorm * q_scale)
+            last = (oldest + length) % cut.CAPACITY
+            j, n = tl.arange(0, cut.RING), tl.arange(0, cut.PADDED)
+            for each in tl.range(head, head + (1 if form.CHANNELS else cut.SHARE)):
+                its = tokens_of(ring, ring_strides, slot, each, length, oldest, cut)
+                g = token.g
+                if not form.CHANNELS:
+                    g = log_decays(inputs, gates, strides, row, each, n, cut, form)
+                _, _, weight, decay = ring_weights(its, g, entry, age, valid, cut, form)
+                weights, scalars, vectors = _place_of(products, row, each, cut, form)
+                tl.store(weights + j, weight * kq)
+                tl.store(weights + cut.RING + j, weight * kk)
+                tl.store(scalars, decay * q_scale)
+                tl.store(scalars + 1, decay * k_rnorm)
+                tl.store(scalars + 2, qk)
+                if form.CHANNELS:
+                    kept = exp(decay_since(its, g, n, cut))
+                    tl.store(vectors + n, token.q * kept)
+                    tl.store(vectors + cut.PADDED + n, k * kept)
+                beta = strength(inputs, strides, row, each, form)
+                append_keys(ring, its, token.k, g, beta, k_rnorm, slot, last, each, cut, form)
 
 
 @triton.jit
@@ -189,14 +180,11 @@ def launch_both(
     """Arguments as of the kernels; ``launch`` is that of the reads."""
     rows, whole = len(slots), replace(launch, rows=16, tiles=-(-geometry.head_dim // 16))
     cut, folds = (Cut.of(geometry, each, layer.state, layer) for each in (launch, whole))
-    products = workspace(layer, rows, cut, form.CHANNELS)
+    beside = overlap()
+    products = workspace(layer, rows, cut, 2 * cut.RING + (2 * cut.PADDED if form.CHANNELS else 0))
     given = out, layer.state, ring, products, inputs, slots, strides, ring_strides
-    scale = geometry.state_dim**-0.5
-    overlap = not INTERPRETED and driver.active.get_current_target().arch >= OVERLAPS
-    how: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    products_ahead[(folds.PARTS * cut.H * rows,)](
-        *given, scale, rounding, gates, folds, form, overlap, num_warps=WARPS
-    )  # fmt: skip
+    of_folds = geometry.state_dim**-0.5, rounding, gates, folds, form, bool(beside)
+    products_ahead[(folds.PARTS * cut.H * rows,)](*given, *of_folds, num_warps=WARPS)
     apply_products[(cut.PARTS * cut.H * rows,)](
-        *given, cut, form, overlap, num_warps=launch.warps, maxnreg=launch.registers, **how
+        *given, cut, form, bool(beside), num_warps=launch.warps, maxnreg=launch.registers, **beside
     )

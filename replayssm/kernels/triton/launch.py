@@ -20,8 +20,7 @@ class Launch:
     its vector decays must be summed in time order. ``registers`` caps those of a thread. ``at_once``: the ring's tokens
     are taken all at once, which costs registers and as much time for one token as for all, and not one by one.
     ``ahead``: what the ring's keys give is formed once a head by a launch before this one, and not by every program of
-    a head; its values are then taken at once. GDN and KDA only. Raises ``ValueError`` on numbers that Triton cannot
-    take.
+    a head; its values are then taken at once. Raises ``ValueError`` on numbers that Triton cannot take.
     """
 
     rows: int
