@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.options import ConfigError
+from experiments.weights import document_files
 
 BOOKS, HUB = "books", "hub"
 HUB_COPIES = ("emozilla/pg19-test", "emozilla/pg19", "deepmind/pg19")
@@ -114,17 +115,7 @@ def _books(tokens: int, tokenizer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _texts(source: str) -> Texts:
-    if source == HUB:
-        return _hub()
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"documents={source} is no folder; accepted: {BOOKS}, {HUB}, or a folder of .txt or .parquet files"
-        )
-    files = sorted([*folder.rglob("*.txt"), *folder.rglob("*.parquet")])
-    if not files:
-        raise ConfigError(f"documents={source} holds no .txt and no .parquet file; accepted: a folder that does")
-    return _files(files)
+    return _hub() if source == HUB else _files(document_files(source))
 
 
 def _files(files: list[Path]) -> Texts:

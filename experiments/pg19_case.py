@@ -24,7 +24,14 @@ from experiments.measure.sources import ROOT
 from experiments.options import choice, get, integer, only, refuse, text
 from experiments.places import recorded
 from experiments.precisions import PrecisionArm, named
-from experiments.weights import digest, digest_of_documents, refuse_incomplete, refused_by, weights_folder
+from experiments.weights import (
+    DOCUMENTS,
+    digest,
+    digest_of_documents,
+    refuse_incomplete,
+    refused_by,
+    weights_folder,
+)
 
 MODELS = ROOT / "experiments" / "assets" / "models"
 OPTIONS = (
@@ -73,7 +80,7 @@ def case_from_config(config: Mapping[str, Any]) -> DriftCase:
     only(config, OPTIONS)
     folder = weights_folder(config)
     refuse_incomplete("model.path", config["model"]["path"], folder, "config.json", "tokenizer.json")
-    source = text(config, "documents", "books, hub, or a folder of .txt or .parquet files")
+    source = text(config, "documents", DOCUMENTS)
     case = DriftCase(
         experiment=choice(config, "experiment", ["pg19"]),
         model=folder.name,

@@ -15,6 +15,7 @@ from experiments.measure.sources import ROOT
 from experiments.options import ConfigError, get, only, refuse, text
 
 FOLDER = "a Hugging Face folder with config.json, tokenizer.json and safetensors"
+DOCUMENTS = "books, hub, or a folder of .txt or .parquet files"
 WHOLE_BYTES = 1 << 28
 """Size of weights up to which all of them are hashed: a model that was trained anew has the same shapes."""
 BEGINNING = 1 << 12
@@ -71,10 +72,20 @@ def digest(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def document_files(folder: str | Path) -> list[Path]:
+    """The .txt and .parquet files below ``folder``. Raises ``ConfigError`` where there are none."""
+    if not Path(folder).is_dir():
+        raise refuse("documents", str(folder), DOCUMENTS, "is no folder")
+    files = sorted(file for ending in ("txt", "parquet") for file in Path(folder).rglob(f"*.{ending}"))
+    if not files:
+        raise refuse("documents", str(folder), DOCUMENTS, "holds no .txt and no .parquet file")
+    return files
+
+
 def digest_of_documents(folder: Path) -> str:
-    """16 hex digits over name, size and beginning of each .txt and .parquet file."""
+    """16 hex digits over name, size and beginning of each of its `document_files`; raises as that."""
     found = hashlib.sha256()
-    for file in sorted([*folder.rglob("*.txt"), *folder.rglob("*.parquet")]):
+    for file in document_files(folder):
         with open(file, "rb") as opened:
             found.update(f"{file.relative_to(folder)} {file.stat().st_size} ".encode() + opened.read(BEGINNING))
     return found.hexdigest()[:16]

@@ -291,6 +291,8 @@ def test_other_weights_of_the_same_shapes_are_another_case(tmp_path: Path) -> No
         (["model.path=nowhere"], r"model.path=nowhere is no folder; accepted: a Hugging Face folder with .*"),
         (["model.path=/dev"], r"model.path=/dev lacks config.json; accepted: a Hugging Face folder with .*"),
         (["model=qwen3_5_4b"], r"model=qwen3_5_4b ships no weights; accepted: model.path=a Hugging Face folder .*"),
+        (["documents=nowhere"], r"documents=nowhere is no folder; accepted: books, hub, or a folder of .txt or .*"),
+        ([f"documents={MODELS}"], r"documents=.*models holds no .txt and no .parquet file; accepted: books, .*"),
         (["arms=[nvfp4]"], r"arms=nvfp4 has no such precision; accepted: shared_.*"),
         (["arms=[shared_fp32]"], r"arms=shared_fp32 is repeated; accepted: each arm once; .*"),
         (["arms=[]"], r"arms=\[\] is impossible; accepted: default, or a list of precisions .*"),
