@@ -34,6 +34,15 @@ class Arm:
     def precision(self) -> PrecisionArm:
         return named("shared_fp32" if self.damaged else self.name, self.interval_length)
 
+    @property
+    def unsupported(self) -> str:
+        """Why the model's layers have no such precision; empty where they have."""
+        try:
+            self.precision.precision.refuse_for(self.model.geometry)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def new_cache(self, slots: int, capacity: int) -> ModelCache:
         """An empty cache of the arm's formats. Raises `ModelError` where the engine has no such arm."""
         chosen = self.precision

@@ -69,6 +69,15 @@ def test_every_answer_is_recorded_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert "lost and 0 gained from shared_fp32" in told
 
 
+def test_an_arm_that_a_model_has_not_takes_no_other_with_it(tmp_path: Path) -> None:
+    """All arms are decoded side by side, a precision that Mamba-2 does not know excepted."""
+    asked = ("model=tiny_nemotron_h", "task.generator={items: 1, length: 16, facts: 1, seed: 1}", "threads=1")
+    assert accuracy.main(composed(*asked, "arms=[shared_fp32,raw_fp32_nvfp4]", f"records={tmp_path}")) == 0
+    able, other = records(tmp_path)
+    assert (able.status, other.status) == ("ok", "unsupported")
+    assert other.message.startswith("fold=raw is for GDN and KDA; ")
+
+
 def test_a_choice_is_right_where_the_right_one_is_likeliest() -> None:
     class Knowing(lm_eval_model.LM):
         """Finds the right value likeliest, from the facts in the text."""

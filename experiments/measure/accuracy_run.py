@@ -87,6 +87,8 @@ class Session:
         case, started = self.case, time.monotonic()
         arm, settings = arms[name], Settings(thinking=case.task.thinking)
         config = {"arm_config": arm.describe()}
+        if arm.unsupported:
+            return "unsupported", arm.unsupported, config
         lm = EngineLM(text, arm, scorer, rows=case.batch_size, settings=settings)
         try:
             answers, metrics = answer(tasks, lm, case)
@@ -124,6 +126,7 @@ class Session:
             arms = {n: Arm(n, model, case.engine, case.interval_length, case.seed) for n in self.arms}
             identity = f"{case_hash(case)} {hash_of(self.sources)}"
             kept = {"file": self.unfinished, "identity": identity}
-            scorer = Scorer(list(arms.values()), rows=case.batch_size, prefill=case.task.prefill, **kept)
+            able = [arm for arm in arms.values() if not arm.unsupported]
+            scorer = Scorer(able, rows=case.batch_size, prefill=case.task.prefill, **kept)
             self._loaded = (tasks, arms, scorer, Text(folder))
         return self._loaded
