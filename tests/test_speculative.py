@@ -421,14 +421,15 @@ def test_controlled_acceptance_has_the_mean_it_says() -> None:
 
 def test_the_text_so_far_is_looked_up() -> None:
     model = model_of("nemotron")
-    cache = new_cache(model, "verify/torch", slots=3, capacity=20, window=4)
+    cache = new_cache(model, "verify/torch", slots=4, capacity=20, window=4)
     drafter = Ngram(cache)
-    text = torch.tensor([[7, 1, 2, 3, 5, 6, 2, 3, 8, 3, 1, 2], [4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4] * 3])
-    lengths = [12, 6, 12]
+    text = [[7, 1, 2, 3, 5, 6, 2, 3, 8, 3, 1, 2], [4] * 6 + [0] * 6, [1, 2, 3, 4] * 3]
+    text += [[1, 2, 3, 5, 6, 1, 2, 3, 8, 9, 1, 2]]  # of two places as good the last
+    lengths = [12, 6, 12, 12]
     cache.length.copy_(torch.tensor(lengths))
-    drafter.start([0, 1, 2], text, lengths, torch.tensor([3, 4, 60]))
-    drafts = drafter.draft(torch.zeros(3), torch.arange(3), 20, likeliest).tokens
-    assert drafts.tolist() == [[5, 6, 2], [4, 4, 4], [60, 60, 60]]
+    drafter.start([0, 1, 2, 3], torch.tensor(text), lengths, torch.tensor([3, 4, 60, 3]))
+    drafts = drafter.draft(torch.zeros(4), torch.arange(4), 20, likeliest).tokens
+    assert drafts.tolist() == [[5, 6, 2], [4, 4, 4], [60, 60, 60], [8, 9, 1]]
 
 
 def test_what_cannot_run_is_refused() -> None:

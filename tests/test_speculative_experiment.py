@@ -93,10 +93,12 @@ def test_all_arms_of_a_case_are_recorded() -> None:
     assert block.flushes_counted == block.flushes_expected > 0
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize("drafter", ["mtp", "ngram", "draft_model"])
 def test_a_checkpoint_drafts(drafter: str) -> None:
     """The GDN model that ships, with prompts of its own: both arms accept alike, and more than one token a step."""
-    of = case(None, f"weights={MODELS / 'tiny-qwen3.5'}", f"drafter={drafter}", "batch_size=2", "context=40")
+    options = [f"weights={MODELS / 'tiny-qwen3.5'}", f"drafter={drafter}", "batch_size=2", "context=40"]
+    options += [f"draft_weights={MODELS / 'tiny-nemotron-h'}"] if drafter == "draft_model" else []
+    of = case(None, *options)
     opened, arms = Opened.of(of), []
     assert opened.prompts is not None
     assert [len(prompt) for prompt in opened.prompts] == [40, 40]
