@@ -136,7 +136,7 @@ def test_an_overridden_timing_changes_the_name() -> None:
 
 
 def test_no_two_precisions_are_the_same() -> None:
-    assert len({precisions.named(name).precision for name in precisions.names()}) == len(precisions.names()) == 26
+    assert len({precisions.named(name).precision for name in precisions.names()}) == len(precisions.names()) == 27
 
 
 def test_a_precision_is_named_with_its_interval_length() -> None:
