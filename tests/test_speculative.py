@@ -278,6 +278,20 @@ def test_every_drafter_makes_the_tokens_of_plain_decoding(
         assert drafter != "draft_model" or counts == {window}
 
 
+@pytest.mark.parametrize("most", [4, 9])
+def test_nothing_comes_of_a_request_that_was_ended(most: int) -> None:
+    """Not the other tokens of its window either, of which with ``most`` 4 the last has finished it already."""
+    model = model_of("nemotron")
+    found = engine(model, "verify/torch", "draft_model", window=3, interval_length=4)
+    tokens = []
+    for token in found.generate([Request(prompt, n) for prompt, n in zip(prompts(2), (most, 6), strict=True)]):
+        tokens.append(token)
+        if [t.request for t in tokens].count(0) == 2:
+            found.end(0)
+    plain = [plainly(model, prompt, n) for prompt, n in zip(prompts(2), (2, 6), strict=True)]
+    assert by_request(tokens) == dict(enumerate(plain))
+
+
 @pytest.mark.parametrize(("name", "arm"), [("nemotron", "verify/triton"), ("qwen", "snapshots/triton")])
 def test_the_arms_of_a_gpu_make_them_too(name: str, arm: str) -> None:
     """Interpreted."""

@@ -68,6 +68,8 @@ class Engine:
     chunk: int = 512
     _rows: dict[int, _Row] = field(default_factory=dict, init=False)
     """By slot."""
+    _coming: deque[Token] = field(default_factory=deque, init=False)
+    """Of the last step, what its caller has not seen yet."""
 
     def __post_init__(self) -> None:
         self.cache = self._new_cache()
@@ -110,6 +112,7 @@ class Engine:
         for slot in [slot for slot, row in self._rows.items() if row.number == number]:
             del self._rows[slot]
             self._live[slot] = -1
+        self._coming = deque(token for token in self._coming if token.request != number)
 
     def _generate(self, waiting: deque[tuple[int, Request]]) -> Iterator[Token]:
         try:
@@ -120,6 +123,7 @@ class Engine:
                     yield from self._advance()
         finally:
             self._rows.clear()
+            self._coming.clear()
             self._live.fill_(-1)
 
     def _admit(self, waiting: deque[tuple[int, Request]]) -> Iterator[Token]:
@@ -162,7 +166,6 @@ class Engine:
     def _emit(self, made: dict[int, list[int]]) -> Iterator[Token]:
         """The tokens that slots have got, up to the last of a request; those that are finished are given up before
         anybody sees one."""
-        emitted = []
         for slot, tokens in made.items():
             row = self._rows[slot]
             for token in tokens:
@@ -170,12 +173,13 @@ class Engine:
                 finished = "stop" if token in row.request.stop else None
                 if finished is None and row.made == row.request.max_new_tokens:
                     finished = "length"
-                emitted.append(Token(row.number, token, finished))
+                self._coming.append(Token(row.number, token, finished))
                 if finished:
                     del self._rows[slot]
                     self._live[slot] = -1
                     break
-        yield from emitted
+        while self._coming:
+            yield self._coming.popleft()
 
     def _step(self, greedy: bool) -> Step:
         """Of the engine's parts and not of itself, so that an engine that nobody holds goes at once, memory and all."""
