@@ -130,6 +130,20 @@ def test_claims_follow_the_intervals(tmp_path: Path, laws: Any, size: Any, expec
     assert "model: tiny-qwen3.5; text: books, not PG-19; card: NVIDIA H200" in table.loc["pg19-kl", "differed"]
 
 
+def test_a_claim_rests_on_the_bound_of_an_interval(tmp_path: Path) -> None:
+    """Of four documents one grows: the slope of all, 0.08, is within 0.1, and its interval is not."""
+    flat, grown = (drift_group({"dual_fp32_nvfp4": (1e-3, power)}) for power in (0.0, 0.15))
+    mixed = [
+        b if b.arm == "dual_fp32_nvfp4" and b.document["number"] == 0 else a for a, b in zip(flat, grown, strict=True)
+    ]
+    evidence = loaded(tmp_path, mixed)
+    found = row(evidence, "drift_kl", arm="dual_fp32_nvfp4")
+    assert found.slope < 0.1 < found.slope_high
+    every = claims.read(ROOT / "results" / "paper" / "claims.toml")
+    table = claims.evaluate(every, tables.build(evidence), evidence, ROOT).set_index("id")
+    assert table.loc["read-errors-stay", "verdict"] == "unclear on an analogue"
+
+
 def test_a_single_document_is_drawn_where_a_model_has_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {}
     monkeypatch.setattr(style, "save", lambda figure, folder, name: drawn.update({name: figure}) or plt.close(figure))

@@ -164,6 +164,7 @@ def test_claims_rest_on_drafts(tmp_path: Path) -> None:
     fast = {"replay/triton": 0.5, "snapshots/triton": 2.0, "verify/triton": 0.7}
     above = evaluated(evidence(tmp_path / "c", *processes(arms=fast)))["speculative-range"]
     assert "above the range: check the baseline" in above.note
+    assert above.verdict == rules.UNCLEAR
     wrong = speculative_group(failed={"verify/triton": "incorrect"})
     assert evaluated(evidence(tmp_path / "d", wrong))["rollback-by-cursor"].verdict == rules.AGAINST
 

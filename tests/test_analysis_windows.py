@@ -83,6 +83,7 @@ def test_one_run_parts_the_gain(tmp_path: Path) -> None:
     ("name", "options", "verdict"),
     [
         ("the rest gains no more than its bytes", {"arms": ARMS | {"verify/triton": 0.25}}, rules.UNCLEAR),
+        ("the rest gains less than its bytes", {"arms": ARMS | {"verify/triton": 0.32}}, rules.UNCLEAR),
         ("neither gains", {"arms": ARMS | {"oracle/triton": 1.2, "verify/triton": 1.4}}, rules.AGAINST),
         ("one process", {"processes": 1}, rules.UNCLEAR),
         ("no oracle", {"arms": {"snapshots/triton": 1.0, "verify/triton": 0.2}}, rules.NOT_RUN),

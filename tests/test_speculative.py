@@ -363,6 +363,16 @@ def chi_square(found: Tensor, expected: Tensor) -> tuple[float, float]:
     return float(((found - mean) ** 2 / mean).sum()), limit
 
 
+def nucleus(p: Tensor, top_p: float) -> Tensor:
+    """Of the fewest of the likeliest that reach ``top_p``."""
+    order = p.argsort(descending=True)
+    kept = torch.zeros_like(p)
+    for token in order:
+        if kept.sum() < top_p:
+            kept[token] = p[token]
+    return kept / kept.sum()
+
+
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_rejection_sampling_keeps_the_distribution(drawn: bool, top_p: float) -> None:
@@ -380,6 +390,7 @@ def test_rejection_sampling_keeps_the_distribution(drawn: bool, top_p: float) ->
     drafts = Drafts.of(found, slots)
     tokens, accepted = sampler.verify(logits.expand(rows, 3, 5), drafts.tokens, drafts.probability, slots)
     p = probabilities(logits, torch.full((3,), 0.9), torch.full((3,), top_p))
+    assert torch.allclose(p, torch.stack([nucleus((row / 0.9).softmax(-1), top_p) for row in logits]))
     kept = p[0] > 0
     assert (torch.bincount(tokens[:, 0], minlength=5)[~kept] == 0).all()
     statistic, limit = chi_square(torch.bincount(tokens[:, 0], minlength=5)[kept], p[0][kept])

@@ -159,9 +159,11 @@ def test_windows_have_a_table_of_their_own(clock: Clock, capsys: pytest.CaptureF
 def test_one_operation_is_tuned_where_one_is_asked_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     best: dict[str, Any] = {"snapshots": EVEN, "verify": EVEN_WINDOW}
     monkeypatch.setattr(launches, "measure", lambda case, operation, *asked: {best[operation]: 1.0})
-    asked = config(*SMALL, *TIMING, *WINDOW, "interval_length=2", "batch_size=1", "operations=[verify]")
+    window = ("window=2", "accepted=1", "interval_length=2")
+    asked = config(*SMALL, *TIMING, *window, "batch_size=1", "operations=[verify]")
     tune.main(asked)
-    assert [e.launch for e in verify_launch_table.read(launch_csv.TABLES / "cpu_windows.csv")] == [EVEN_WINDOW]
+    (only,) = verify_launch_table.read(launch_csv.TABLES / "cpu_windows.csv")
+    assert (only.launch, only.window, only.accepted) == (EVEN_WINDOW, 2, 1)
     tune.main(asked | {"operations": ["snapshots"]})
     best["verify"] = UNEVEN_WINDOW
     tune.main(asked)
