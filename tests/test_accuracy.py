@@ -138,6 +138,16 @@ def test_word_problems_are_read_by_the_filter_of_gsm8k() -> None:
     assert lm.options[0]["max_gen_toks"] == 96
 
 
+def test_a_continuation_begins_with_the_spaces_before_it() -> None:
+    """As lm-eval asks of a model: a prompt's last space is part of the next word, not a token of its own."""
+    text = lm_eval_model.Text(ROOT / "experiments/assets/models/tiny-qwen3.5")
+    asked = text.pair("He said ", "that he")
+    assert asked == text.pair("He said", " that he")
+    assert text.tokenizer.decode(asked.tokens[asked.first :]) == " that he"
+    alone = text.pair("", "that")
+    assert (alone.tokens[0], alone.first) == (text.prefix, 1)
+
+
 @pytest.fixture(autouse=True)
 def only_gpqa(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lm-eval's own tasks, thousands of files, only these are looked through."""

@@ -10,6 +10,7 @@ import torch
 
 from experiments import forced_together
 from experiments.accuracy_arms import Arm
+from experiments.accuracy_scores import Scorer
 from experiments.assets import vocabulary
 from experiments.forced import Asked, Row, Score, Work, merged, score
 from experiments.forced_together import Saved, score_together
@@ -146,6 +147,15 @@ def test_a_run_that_was_ended_goes_on_behind_its_last_batch(
     assert ran == [2, 1]
     assert score_together(small, arms, ASKED, saved=Saved(saved.path, "other"), **given) == whole
     assert ran == [2, 1, 2, 1]
+
+
+def test_scores_that_were_kept_of_other_arms_are_not_taken(small: Decoder, tmp_path: Path) -> None:
+    found = []
+    for name in ("shared_fp32", "shared_nvfp4"):
+        arms = [arm(small, each) for each in dict.fromkeys(("shared_fp32", name))]
+        scorer = Scorer(arms, rows=8, prefill=0, file=tmp_path / "scores.npz", identity="case")
+        found.append(scorer.score(arms[-1], ASKED[:1], Work()))
+    assert found[0] != found[1]
 
 
 def test_a_request_that_is_ended_gives_up_its_slot_and_leaves_the_others(small: Decoder) -> None:
