@@ -138,6 +138,14 @@ def test_word_problems_are_read_by_the_filter_of_gsm8k() -> None:
     assert lm.options[0]["max_gen_toks"] == 96
 
 
+def test_an_answer_ends_at_its_stop_and_begins_behind_thoughts() -> None:
+    lm = Saying(None)
+    said = "Is it (B)?</think>\n\n(A). Question: next"
+    assert lm._answer(said, ["Question:", "never"]) == "Is it (B)?</think>\n\n(A). "
+    lm.settings.thinking = True
+    assert lm._answer(said, ["Question:", "never"]) == "(A). "
+
+
 def test_a_continuation_begins_with_the_spaces_before_it() -> None:
     """As lm-eval asks of a model: a prompt's last space is part of the next word, not a token of its own."""
     text = lm_eval_model.Text(ROOT / "experiments/assets/models/tiny-qwen3.5")
