@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,12 @@ def test_records_of_both_kinds_are_read_from_a_folder_and_drawn(tmp_path: Path) 
     assert json.loads(lines[0])["schema"] == "replayssm.accuracy/1"
 
 
+def without_last_item(whole: AccuracyRecord) -> AccuracyRecord:
+    (all_of,) = whole.answers
+    kept = {"correct": (all_of.correct[0][:-1],), "group": all_of.group[:-1], "distance": all_of.distance[:-1]}
+    return replace(whole, answers=(replace(all_of, **kept),))
+
+
 @pytest.mark.parametrize(
     ("rule", "parameters", "records", "verdict"),
     [
@@ -164,6 +171,7 @@ def test_records_of_both_kinds_are_read_from_a_folder_and_drawn(tmp_path: Path) 
         ("small_loss", DUAL, GRID[:3], NOT_RUN),
         ("small_loss", DUAL, [GRID[0], record("dual_fp16_sr_nvfp4", 140), *GRID[2:]], UNCLEAR),
         ("visible_loss", {"arms": ["shared_nvfp4"], "points": 2.0}, GRID, SUPPORTED),
+        ("visible_loss", {"arms": ["shared_nvfp4"], "points": 2.0}, [*map(without_last_item, GRID)], NOT_RUN),
         ("visible_loss", {"arms": ["dual_fp16_sr_nvfp4"], "points": 2.0}, GRID, UNCLEAR),
         ("visible_loss", {"arms": ["shared_nvfp4"], "model_like": "qwen"}, GRID, NOT_RUN),
     ],

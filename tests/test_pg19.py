@@ -24,8 +24,11 @@ from experiments.app import CONFIGS, to_plain
 from experiments.assets import vocabulary
 from experiments.measure.drift import Drift
 from experiments.measure.drift_record import Check, DriftRecord
+from experiments.measure.drift_result import traffic
 from experiments.options import ConfigError
 from experiments.pg19_case import MODELS, ROOT, arms_from_config, case_from_config, case_hash
+from experiments.precisions import named
+from replayssm.geometry import Geometry
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 TOKENS = 48
@@ -179,6 +182,10 @@ def test_documents_of_a_folder(books: Path, tmp_path: Path) -> None:
     told = r"^documents=.* has 2 documents of more than 50 tokens, 1 shorter ones; accepted: 3 of them, "
     with pytest.raises(ConfigError, match=told):
         documents.load(str(books), 3, 50, tokenizer)
+    longest = max(len(tokenizer.encode(file.read_text(), add_special_tokens=False)) for file in books.glob("*.txt"))
+    assert len(documents.load(str(books), 1, longest - 1, tokenizer)[0].tokens) == longest
+    with pytest.raises(ConfigError, match=rf"^documents=.* has 0 documents of more than {longest} tokens, 3 shorter "):
+        documents.load(str(books), 1, longest, tokenizer)
     with pytest.raises(ConfigError, match=r"^documents=.* holds no .txt and no .parquet file; accepted: "):
         documents.load(str(tmp_path), 1, 50, tokenizer)
     with pytest.raises(ConfigError, match=r"^documents=nowhere is no folder; accepted: books, hub, or a folder "):
@@ -264,6 +271,25 @@ def test_books_are_the_held_out_ones() -> None:
     assert emma.title == "Emma from token 0"
     whole = vocabulary.encode(documents_text("Emma")[:40000])
     assert emma.tokens.tolist() == whole[:301].tolist()
+
+
+def test_stretches_of_books_meet_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of one, which is only predicted, is the first of the next."""
+    few = [types.SimpleNamespace(title=title, text=WORDS * times) for title, times in (("long", 9), ("short", 3))]
+    monkeypatch.setattr("experiments.assets.books.load", lambda split: few)
+    tokens = len(vocabulary.encode(few[1].text)) // 2
+    found = documents.load("books", 4, tokens - 1, vocabulary.load())
+    titles = [f"{title} from token {at}" for at in (0, tokens - 1) for title in ("long", "short")]
+    assert [document.title for document in found] == titles
+    assert [document.tokens[-1] for document in found[:2]] == [document.tokens[0] for document in found[2:]]
+
+
+def test_a_fold_from_raw_inputs_moves_them_too() -> None:
+    """v and beta beside d: bytes of the ring, and of nothing else."""
+    geometry = Geometry("gdn", 2, 1, 128, 128)
+    from_d, raw = (traffic(geometry, named(f"{fold}_fp32_nvfp4"), "bf16") for fold in ("dual", "raw"))
+    assert raw["step"] > from_d["step"]
+    assert raw | {"step": 0} == from_d | {"step": 0}
 
 
 def documents_text(title: str) -> str:
