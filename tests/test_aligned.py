@@ -115,7 +115,7 @@ def drift(model: Decoder, *arms: str, length: int = 40) -> Drift:
 
 def test_a_drift_measures_what_decoding_by_itself_measures(model: Decoder) -> None:
     """KL and likelihoods from the model's own decoding with plain caches, and the state's own error."""
-    made = drift(model, "shared_nvfp4", "dual_fp32_nvfp4@2")
+    made = drift(model, "dual_fp32_nvfp4@2", "shared_nvfp4")  # which lie in the batch the other way round
     made.run(40)
     from replayssm.engine import new_cache
 
@@ -131,7 +131,7 @@ def test_a_drift_measures_what_decoding_by_itself_measures(model: Decoder) -> No
     nll = -own.gather(-1, made.tokens[None, :, 1:, None].expand(4, -1, -1, -1))[..., 0]
     assert torch.allclose(made.nll[:2].double(), nll[:2], atol=1e-5)
     for place in (2, 3):
-        assert relative(made.kl[place], kl[place]) < 0.1
+        assert relative(made.kl[place], kl[place]) < 0.02  # the other way round it is off by 0.04 and 0.07
         assert made.kl[place].mean() > 1e-5
     assert (made.kl[0] == 0).all()
     assert made.kl[1].mean() < 1e-9
@@ -142,8 +142,8 @@ def test_a_drift_measures_what_decoding_by_itself_measures(model: Decoder) -> No
     assert error.shape == (4, 2, 1, 2)
     assert (error[0] == 0).all()
     assert (error[1] < 1e-5).all()
-    assert (error[2] > 0.01).all()
-    assert (torch.tensor(made.snapshots[-1]["read"])[3] > error[3]).all()
+    assert (error[3] > 0.01).all()
+    assert (torch.tensor(made.snapshots[-1]["read"])[2] > error[2]).all()
 
 
 def test_a_run_goes_on_with_the_same_bits(model: Decoder, tmp_path: Path) -> None:
