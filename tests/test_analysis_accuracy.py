@@ -118,6 +118,13 @@ def test_a_failure_is_shown_and_hides_no_answers() -> None:
     assert by_arm([failed("shared_nvfp4"), *GRID])["shared_nvfp4"]["verdict"] == accuracy.LOSES
 
 
+def test_the_newest_answers_count() -> None:
+    older = record("shared_nvfp4", 150, code={"git_sha": "f"})
+    newer = record("shared_nvfp4", 300, code={"git_sha": "0"}, ended_utc="2026-01-02T00:00:00+00:00")
+    for records in ([older, newer], [newer, older]):
+        assert by_arm([GRID[0], *records])["shared_nvfp4"]["lost"] == 200
+
+
 def test_accuracy_by_distance_counts_intervals() -> None:
     rows = [row for row in accuracy.distance_rows(GRID, {}) if row["arm"] == "shared_fp32"]
     assert [row["from_interval"] for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128]

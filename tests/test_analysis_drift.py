@@ -68,6 +68,11 @@ def test_groups_of_one_case_make_one_table_and_the_newest_counts(tmp_path: Path)
     assert {e.gate for e in evidence.exclusions} == {"superseded"}
     assert {e.group for e in evidence.exclusions} == {"d1"}
     assert row(evidence, "drift_ratios", arm="shared_nvfp4").ratio == pytest.approx(10)
+    both = {"dual_fp32_nvfp4": (1e-5, 0.0), "shared_fp8": (1e-3, 0.0)}
+    last = drift_group(both, group="d4", started="2026-11-30T06:00:00+00:00")
+    for number, order in enumerate(([new, more, last], [last, more, new])):
+        found = loaded(tmp_path / str(number), *order)
+        assert row(found, "drift_ratios", arm="shared_nvfp4").ratio == pytest.approx(100)
 
 
 def test_numbers_that_another_run_gives_again_are_told_once(tmp_path: Path) -> None:

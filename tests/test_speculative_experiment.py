@@ -283,6 +283,12 @@ def test_prompts_are_questions(tmp_path: Path) -> None:
     asked = prompts.questions(of)
     assert len(asked) == 5
     assert sorted(set(asked)) == [f"What is {n}?" for n in range(3)]
+    ends = [prompts.tokenizer_of(of.weights).decode(prompt) for prompt in prompts.prompts(of)]
+    assert ends == ["nswer:"] * 5  # the last tokens of a text that is longer
+    given = (model, "drafter=ngram", f"prompts={file}", "batch_size=5")
+    assert case(None, *given, "acceptance=0.3") == of
+    file.write_text(file.read_text() + '{"question": "And what is that?"}')
+    assert case(None, *given) != of
     for lines, told in (
         ('{"question": "a?"}\n\nno JSON\n', "has no question in line 3; accepted: word_problems, a JSON"),
         ('{"answer": 1}', "has no question in line 1; accepted"),
