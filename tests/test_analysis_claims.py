@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 from records import ARMS, case, check, group, traffic, write
 
 from analysis import bearing, claims, published, rules, tables
 from analysis.load import load
+from experiments.app import CONFIGS
 from experiments.measure.record import MOMENTS, Comparison
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +82,15 @@ def test_commands_name_models_that_exist():
         for part in claim.command.split():
             if part.startswith("model="):
                 assert set(part.removeprefix("model=").rstrip(";").split(",")) <= known, claim.id
+
+
+def test_commands_name_options_that_exist():
+    """All but that of arms which this version does not have; of a sweep the first job."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        for claim in claims.read(CLAIMS):
+            name, *options = shlex.split(claim.command.partition("python -m experiments.")[2].partition(";")[0]) or [""]
+            if name and claim.id != "cost-second-copy":
+                hydra.compose(name, [o if "=[" in o else o.split(",")[0] for o in options if o != "-m"])
 
 
 @pytest.mark.parametrize(
