@@ -217,6 +217,16 @@ def test_a_bad_table_of_windows_is_one_line_for_tuner_and_kernel(clock: Clock) -
                 arm.prepare(tune.question_from_config(asked), 1)
 
 
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (7, 7), (64, 8), (65, 9)])
+def test_launches_are_checked_with_a_few_rows(batch: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(launches, "wrong", lambda check, *_: checked.append(check.case.batch_size) or "not today")
+    case = tune.question_from_config(config(*SMALL, *TIMING, f"batch_size={batch}"))
+    monkeypatch.setitem(devices.DEVICES, "cuda", StandIn())
+    assert launches.measure(case, "replay", [EVEN], 1, print) == {}
+    assert checked == [rows]
+
+
 @pytest.mark.parametrize("model", models_with_geometry())
 @pytest.mark.parametrize("operation", ["stored", "replay"])
 def test_candidates_are_distinct_and_within_the_budget(model: str, operation: str) -> None:

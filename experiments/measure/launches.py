@@ -1,9 +1,10 @@
 """Search the launches of our Triton kernels on a device: whether they are right, how long they take.
 
 Tried are those of `launch_candidates` and what a step takes at present. Each is held against the float64 recurrence by
-the gates of the experiment, over one cycle of calls and one of its graph. `SIEVE_ROUNDS` rounds leave the `FINALISTS`
-fastest, which are checked and timed with aligned and, where rows have phases, with staggered rows. All candidates take
-their turns on the same cold copies, each with a graph of its own.
+the gates of the experiment, over one cycle of calls and one of its graph, with some `CHECKED_ROWS` rows: more only take
+more of the same programs. `SIEVE_ROUNDS` rounds leave the `FINALISTS` fastest, which are checked and timed with aligned
+and, where rows have phases, with staggered rows. All candidates take their turns on the same cold copies, each with a
+graph of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from replayssm.kernels.triton.launch_csv import Choice
 WITH_PHASES = ("replay", "verify")
 """Operations whose rows are at one ring length or another."""
 SIEVE_ROUNDS, FINALISTS = 3, 8
-CHECKED_COPIES = 2
+CHECKED_COPIES, CHECKED_ROWS = 2, 8
 MOST_COMPILERS = 16
 """Processes that compile at the same time; each holds a context on the GPU."""
 _compiled: set[tuple[Any, ...]] = set()
@@ -141,13 +142,15 @@ def measure(case: Case, operation: str, launches: Sequence[AnyLaunch], rounds: i
     forget()
     device.begin(case)
     check_of = WindowCheck if isinstance(case, WindowCase) else gates.Check
-    check, right = check_of(case, CHECKED_COPIES, "before"), []
+    rows = min(case.batch_size, CHECKED_ROWS + case.batch_size % 2)  # as even or odd, see `compile_ahead`
+    check, right = check_of(dataclasses.replace(case, batch_size=rows), CHECKED_COPIES, "before"), []
     for launch in launches:
         fault = wrong(check, operation, launch)
         if fault:
             say(f"  {operation} {in_words(launch)}, {case.phase}: {fault}")
         else:
             right.append(launch)
+    forget()
     copies = copies_of(case, device.describe().get("last_level_cache_bytes") or FALLBACK_CACHE_BYTES)
     if not right:
         return {}
