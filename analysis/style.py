@@ -22,7 +22,9 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
+from matplotlib.textpath import text_to_path
 from PIL import Image
 
 from analysis import published
@@ -39,6 +41,11 @@ SHADES = 128
 FAILED = "#B22222"
 WEAK = "one process, few rounds or noisy"
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
+SUBTITLE, SUBTITLE_SIZE = "subtitle", 7.5
+"""What marks the line between a panel and its title, and its size in points."""
+TITLE_PAD, SUBTITLE_PAD, BROKEN_PAD, HIGHER, OVERHANG = 17, 5, 4, 7.5, 6
+"""Points from a panel to its title, to the line between and to the lower of two such, how much higher the others of a
+row stand beside these, and how far a line may reach beyond its panel: less than the gap to the next."""
 SMALL: dict[str, Any] = {"ha": "center", "fontsize": 7, "color": MUTED}
 SERIES_FIELDS = ("inputs", "phase", "threads")
 """Beside the arm; each panel shows one device, model and state format."""
@@ -165,9 +172,46 @@ def subtitle(rows: pd.DataFrame, device: str, last: str) -> str:
 
 
 def heading(ax: Axes, title: str, subtitle: str) -> None:
-    """A bold title with a muted line below it."""
-    ax.set_title(title, pad=17)
-    ax.annotate(subtitle, (0, 1), (0, 5), "axes fraction", textcoords="offset points", color=MUTED, fontsize=7.5)
+    """A bold title with a muted line below it, which `save` breaks in two where it is wider than the panel."""
+    ax.set_title(title, pad=TITLE_PAD)
+    place = {
+        "textcoords": "offset points",
+        "color": MUTED,
+        "fontsize": SUBTITLE_SIZE,
+        "gid": SUBTITLE,
+        "linespacing": 1.1,
+    }
+    ax.annotate(subtitle, (0, 1), (0, SUBTITLE_PAD), "axes fraction", **place)
+
+
+def _break_subtitles(figure: Figure) -> None:
+    """Subtitles wider than their panels in two lines, broken after a comma; the headings of their whole row higher."""
+    font = FontProperties(family=RC["font.family"], size=SUBTITLE_SIZE)
+    headings = [(ax, note) for ax in figure.axes for note in ax.texts if note.get_gid() == SUBTITLE]
+    broken: set[int] = set()
+    for ax, note in headings:
+        room = 72 * figure.get_figwidth() * ax.get_position().width + OVERHANG
+        parts = note.get_text().split(", ")
+        if len(parts) > 1 and _width(note.get_text(), font) > room:
+            fit = [n for n in range(1, len(parts)) if _width(", ".join(parts[:n]) + ",", font) <= room]
+            first = max(fit, default=1)
+            note.set_text(", ".join(parts[:first]) + ",\n" + ", ".join(parts[first:]))
+            broken.add(_row(ax))
+    for ax, note in headings:
+        if _row(ax) in broken:
+            place = plt.rcParams["axes.titlelocation"]
+            ax.set_title(ax.get_title(place), loc=place, pad=TITLE_PAD + HIGHER)
+            note.xyann = (0, BROKEN_PAD if "\n" in note.get_text() else SUBTITLE_PAD + HIGHER)
+
+
+def _row(ax: Axes) -> int:
+    place = ax.get_subplotspec()
+    return place.rowspan.start if place else 0
+
+
+def _width(text: str, font: FontProperties) -> float:
+    """Points, as every machine measures them: unhinted."""
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
 def varying(frame: pd.DataFrame) -> list[str]:
@@ -236,7 +280,9 @@ def doubling_axis(ax: Axes, values: Sequence[float], label: str) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name.svg`` and ``name.png`` without dates or versions, and close the figure."""
+    """Write ``name.svg`` and ``name.png`` without dates or versions, and close the figure; too wide subtitles are
+    broken."""
+    _break_subtitles(figure)
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     drawn = io.StringIO()

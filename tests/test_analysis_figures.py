@@ -177,6 +177,37 @@ def test_captions_name_the_sources_of_published_values_and_only_of_those():
     assert not any("48018 (Kernel" in source for source in named["decode_by_batch"])
 
 
+WIDE = "Mamba-2, fp32 state, T = 4, 3.19 to 3.41 tokens a step, NVIDIA H200"
+
+
+def test_a_subtitle_wider_than_its_panel_is_broken(tmp_path, monkeypatch):
+    """Within its row headings stay level, nothing runs into another panel, a title or the edge, no word is lost."""
+    kept = []
+    monkeypatch.setattr(style.plt, "close", kept.append)
+    with plt.rc_context(style.RC):
+        figure, axes = style.panels([3, 2], [])
+        for ax, told in zip(axes, (WIDE, "GDN, fp32 state, L = 16, NVIDIA H200", WIDE, "fp32", "bf16"), strict=True):
+            style.heading(ax, "Nemotron-3-Super-120B", told)
+        style.save(figure, tmp_path, "headings")
+        figure.canvas.draw()
+    assert kept == [figure]
+    notes = [ax.texts[0] for ax in axes]
+    assert [note.get_text().count("\n") for note in notes] == [1, 0, 1, 0, 0]
+    assert notes[0].get_text().replace("\n", " ") == WIDE
+    places = [note.get_window_extent() for note in notes]
+    limits = [axes[1].bbox.x0, axes[2].bbox.x0, figure.bbox.x1]
+    assert all(place.x1 < limit for place, limit in zip(places, limits, strict=False))
+    assert {ax.get_title(loc="left") for ax in axes} == {"Nemotron-3-Super-120B"}
+    titles = [ax._left_title.get_window_extent() for ax in axes]
+    assert titles[0].y0 == titles[1].y0 == titles[2].y0
+    assert places[1].y1 == pytest.approx(places[0].y1, abs=0.5)
+    assert titles[0].y1 < figure.bbox.y1
+    for ax, place, title in zip(axes, places, titles, strict=True):
+        assert ax.bbox.y1 < place.y0
+        assert place.y1 < title.y0
+    assert titles[3].y0 - axes[3].bbox.y1 < titles[0].y0 - axes[0].bbox.y1
+
+
 def test_a_small_marker_keeps_its_colour_in_the_bitmap(tmp_path):
     """Among much text a palette of the most frequent colours would give the markers one another's."""
     with plt.rc_context(style.RC):
