@@ -214,6 +214,6 @@ def _finish(
     if part.empty:
         told = f"{', '.join(sorted(set(known['hardware'])))}, published only"
     else:
-        tokens = f"T = {window}, {part['tokens_per_step'].max():.3g} tokens a step"
-        told = tokens if window else f"{part['drafter'].iloc[0]} drafts"
+        counts = dict.fromkeys(f"{part['tokens_per_step'].agg(end):.3g}" for end in ("min", "max"))
+        told = f"T = {window}, {' to '.join(counts)} tokens a step" if window else f"{part['drafter'].iloc[0]} drafts"
     style.heading(ax, style.title(facet[1], paper), style.subtitle(part, facet[0], told) or told)

@@ -215,6 +215,18 @@ def test_points_of_one_batch_size_stand_apart_with_their_numbers(tmp_path: Path)
     assert max(y for _, y in numbers.values()) < ax.get_ylim()[1]
 
 
+def test_a_panel_of_several_acceptances_tells_their_range(tmp_path: Path) -> None:
+    paper = published.read(PAPER / "published.csv")
+    for name, tokens, told in (("one", 3.2, "T = 4, 3.2 tokens"), ("several", 3.61, "T = 4, 3.2 to 3.61 tokens")):
+        small = speculative_group(batch=64)
+        for arm in ("snapshots/triton", "verify/triton"):
+            small = changed(small, arm, tokens_per_step=tokens)
+        rows = tables.build(evidence(tmp_path / name, speculative_group(), small))["speculative_throughput"]
+        ax = speculative_figures.with_drafts(rows[rows["over_plain"].notna()], paper).axes[0]
+        assert f"Mamba-2, fp32 state, {told} a step, NVIDIA H200" in [text.get_text() for text in ax.texts]
+        plt.close(ax.figure)
+
+
 def test_every_request_count_is_a_bar_with_its_bytes(tmp_path: Path) -> None:
     several = [*processes(), *processes(window=8, fields={"acceptance": 0.9})]
     rows = tables.build(evidence(tmp_path, *several))["speculative_throughput"]
