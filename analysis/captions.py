@@ -11,6 +11,7 @@ FILE = "captions.md"
 PUBLISHED = {"speedup_by_batch": published.KERNEL, "decode_by_batch": published.MODELS}
 PUBLISHED |= {"kl_by_position": "precision_pg19_kl"}
 PUBLISHED |= dict.fromkeys(("throughput_with_drafts", "throughput_by_window"), published.DRAFTED)
+PUBLISHED |= {"verify_by_batch": published.WINDOWS}
 """Figure -> the experiment of the published values that it draws."""
 
 CAPTIONS = {
@@ -38,6 +39,12 @@ CAPTIONS = {
     "the bytes of each; keys and values, which are the same for all arms, are not counted. Open bars: requests that an "
     "engine on a B300 held at once, at 2,048 tokens each, as published: the ratio of the two is comparable, the "
     "numbers are not.",
+    "verify_by_batch": "Speedup of a layer's kernel that verifies a window of T = 1 + drafts over the fastest one that "
+    "keeps a state behind every token, by batch size; whole flush cycles, 95 % intervals, where a marker does not hide "
+    "them. oracle is a snapshot kernel that is told beforehand what will be accepted, so that it writes one state. "
+    "Dotted, in its window's colour: what this machine's bandwidths allow each line. Dashed, open: published, another "
+    "engine's kernel over its own snapshots at the same family and width; its source does not name the model. "
+    "Staggered phases stand a little to the right. Hollow points prove nothing, as above.",
     "step_by_part": "Time of a whole model's decode step by part, at the shortest context that was run: the "
     "state-space layers' steps and the model's matrix products, both timed alone in the same run, and what remains; "
     "where products alone take longer than all that is not layers, they are cut to that. The error bar is that of the "

@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 TUNED, UNTOLD = "tuned vLLM native", "vLLM native (tuned or default not stated)"
-KERNEL, MODELS, DRAFTED = "kernel_standard", "e2e_standard", "e2e_spec"
-"""Experiments of the published rows: one layer's step, whole models', and theirs with drafts."""
+KERNEL, MODELS, DRAFTED, WINDOWS = "kernel_standard", "e2e_standard", "e2e_spec", "kernel_spec"
+"""Experiments of the published rows: one layer's step, whole models', theirs with drafts, and one layer's windows."""
+SNAPSHOTS = "native per-token snapshots"
+"""What published speedups of windows are over."""
 NATIVE, PLAIN = "native vLLM spec", "standard (no-spec) decode"
 """What published throughputs with drafts are over."""
 
@@ -61,6 +63,17 @@ def drafted(published: pd.DataFrame, model: str, baseline: str) -> pd.DataFrame:
     return rows.drop_duplicates(["batch_size", "window"], keep="last").sort_values(["window", "batch_size"])
 
 
+def windows(published: pd.DataFrame, family: str) -> pd.DataFrame:
+    """Speedups of kernels that verify a window over those that keep snapshots, fp32 state, with the ``window`` of each:
+    of a family, since their source names no model."""
+    rows = published[(published["experiment"] == WINDOWS) & (published["metric"] == "speedup")]
+    rows = rows[(rows["baseline"] == SNAPSHOTS) & (rows["state_dtype"] == "float32")]
+    rows = rows[(rows["ssm_family"] == family) & (rows["model"] == "")]
+    window = pd.to_numeric(rows["draft_tokens"].str.extract(r"width (\d+)")[0], errors="coerce")
+    rows = rows.assign(window=window).dropna(subset=["window", "value", "batch_size"])
+    return rows.astype({"window": int}).sort_values(["window", "hardware", "batch_size"])
+
+
 def concurrency(published: pd.DataFrame, model: str) -> dict[str, float]:
     """Requests that fit at once as published, with snapshots and with replay, where they are."""
     rows = published[(published["key"] == model) & published["value"].notna()]
@@ -74,6 +87,8 @@ def sources(published: pd.DataFrame, experiment: str, models: Iterable[str]) -> 
     rows = published[(published["experiment"] == experiment) & published["value"].notna()]
     if experiment == DRAFTED:
         rows = pd.concat([drafted(published, m, b) for m in sorted(set(rows["key"])) for b in (NATIVE, PLAIN)])
+    if experiment == WINDOWS:
+        rows = pd.concat([windows(published, family) for family in sorted(set(rows["ssm_family"]))])
     if experiment in (KERNEL, MODELS):
         drawn = [curve for model in models for curve in curves(published, model, experiment).values()]
         shared = _speedup_rows(published, experiment)

@@ -40,7 +40,7 @@ SECTIONS = (
         "A window of tokens is verified at once, some of them are committed, the others are taken back: by a cursor, "
         "or from a state kept behind every token.",
         ("window", "speculative"),
-        ("throughput_with_drafts", "throughput_by_window", "requests_that_fit"),
+        ("throughput_with_drafts", "throughput_by_window", "requests_that_fit", "verify_by_batch"),
         (
             ("Throughput of whole models with drafts", "speculative_throughput"),
             ("Windows of speculative decoding", "window_speedups"),

@@ -19,7 +19,6 @@ from analysis import published, style
 from analysis.cells import strongest, weaknesses
 
 NAMES = ("throughput_with_drafts", "throughput_by_window", "requests_that_fit")
-GREY: dict[str, Any] = {"color": style.MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.1, "ms": 4}
 NUMBER: dict[str, Any] = {"ha": "center", "fontsize": 7, "bbox": {"fc": "white", "ec": "none", "pad": 0.6}}
 KINDS = {"replay": "replay, no drafts", "snapshots": "drafts, snapshots", "verify": "drafts, replay"}
 LOOKS = {
@@ -77,7 +76,7 @@ def by_window(rows: pd.DataFrame, failures: pd.DataFrame, paper: pd.DataFrame) -
     facets = _with_published(style.facets(rows), paper, published.NATIVE)
     rows = rows.assign(weak=_weak(rows, "low"))
     windows = sorted({int(w) for w in rows["window"]} | {w for f in facets for w in _published_windows(paper, f[1])})
-    looks = {w: {"color": style.COLOURS[i % 6], "marker": style.MARKERS[i % 12]} for i, w in enumerate(windows)}
+    looks = style.window_look(windows)
     legend = [Line2D([], [], label=f"window {w}", **looks[w]) for w in windows]
     legend += _legend(rows, "published, over native speculation, its window's colour")
     failures = failures[failures["window"].isin(windows)]
@@ -170,7 +169,7 @@ def _weak(rows: pd.DataFrame, low: str) -> list[bool]:
 
 def _legend(rows: pd.DataFrame, told: str) -> list[Line2D]:
     weak = [Line2D([], [], label=style.WEAK, **style.hollow(style.INK, "o"))] if rows["weak"].any() else []
-    return [Line2D([], [], label=told, **GREY), *weak]
+    return [Line2D([], [], label=told, **style.PUBLISHED), *weak]
 
 
 def _lines(ax: Axes, part: pd.DataFrame, apart: str, names: tuple[str, str, str], looks: dict[Any, Any]) -> None:
@@ -193,7 +192,7 @@ def _lines(ax: Axes, part: pd.DataFrame, apart: str, names: tuple[str, str, str]
 
 def _draw_published(ax: Axes, rows: pd.DataFrame, colour: str = style.MUTED) -> None:
     where = [math.log2(batch) for batch in rows["batch_size"]]
-    ax.plot(where, rows["value"], zorder=2, **GREY | {"color": colour})
+    ax.plot(where, rows["value"], zorder=2, **style.PUBLISHED | {"color": colour})
 
 
 def _finish(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ SHADES = 128
 """Of a bitmap, a third of the bytes of true colour: those furthest apart, so that a small marker keeps its own."""
 FAILED = "#B22222"
 WEAK = "one process, few rounds or noisy"
+PUBLISHED: dict[str, Any] = {"color": MUTED, "mfc": "white", "marker": "D", "ls": "--", "lw": 1.1, "ms": 4}
+WINDOWS = (2, 4, 6, 8)
+"""Those that were published, which look the same in every figure."""
 PANEL, MIN_WIDTH, LEGEND_COLUMN = (3.35, 2.75), 7.4, 2.45
 SUBTITLE, SUBTITLE_SIZE = "subtitle", 7.5
 """What marks the line between a panel and its title, and its size in points."""
@@ -92,6 +95,12 @@ def arm_look(arms: Sequence[str]) -> dict[str, dict[str, str]]:
     """
     ordered = sorted(set(arms), key=lambda a: (not a.startswith("replay/"), a))
     return {a: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]} for i, a in enumerate(ordered)}
+
+
+def window_look(windows: Iterable[int]) -> dict[int, dict[str, str]]:
+    """Colour and marker by window of drafted tokens: the same wherever one of ``WINDOWS`` is shown."""
+    every = [*WINDOWS, *sorted({int(window) for window in windows} - {*WINDOWS})]
+    return {w: {"color": COLOURS[i % 6], "marker": MARKERS[i % 12]} for i, w in enumerate(every)}
 
 
 def panels(

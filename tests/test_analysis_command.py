@@ -14,6 +14,7 @@ import pytest
 from drift_records import drift_group
 from PIL import Image
 from records import ARMS, case, decode_group, gpu_group, group, speculative_group, sweep, write
+from window_records import windows
 
 import analysis.__main__ as command
 from analysis import figures, tables
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def everything():
     """What has every output."""
     models = [decode_group(fields={"context": context}) for context in (16, 8192)]
-    return [*sweep(), gpu_group(phased=True), *models, speculative_group(), drift_group(), accuracies.GRID]
+    drafts = [speculative_group(), *windows(arms={"snapshots/triton": 1.0, "oracle/triton": 0.4}, processes=1)]
+    return [*sweep(), gpu_group(phased=True), *models, *drafts, drift_group(), accuracies.GRID]
 
 
 @pytest.fixture(scope="module")
