@@ -34,7 +34,7 @@ MINOR = ("experiment", "device_kind", "kind", "timing", "arms", "interval_over")
 """Columns that the page leaves to the files."""
 LONG = 32
 """Characters from which on the cells of a column break their lines."""
-OPEN_ROWS = 40
+SHOWN_ROWS, OPEN_ROWS = 400, 40
 """Rows up to which a table is shown open."""
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -131,7 +131,8 @@ def _table(title: str, name: str, frame: pd.DataFrame) -> dict[str, Any]:
         "shared": shared_line(shared),
         "columns": columns,
         "rows": rows,
-        "readable": len(frame) <= READABLE,
+        "shown": len(frame) <= SHOWN_ROWS,
+        "texts": len(frame) <= READABLE,
         "count": len(frame),
         "looks": " ".join([*right, *wide]),
         "open": 0 < len(frame) <= OPEN_ROWS,

@@ -83,7 +83,7 @@ RC = {
     "lines.markersize": 4.8,
     "svg.hashsalt": "replayssm",
     "svg.fonttype": "path",
-    "savefig.dpi": 110,
+    "savefig.dpi": 100,
     "path.simplify": False,
     "text.parse_math": False,
 }

@@ -12,7 +12,7 @@ import pandas as pd
 
 GROUPS = "groups"
 """Column of the groups of records behind a row, for programs: in CSV files only."""
-READABLE = 200
+READABLE = 100
 """Rows beyond which a table is for programs: a CSV file and no text."""
 FEW = 3
 """Rows below which nothing is said above the table."""
