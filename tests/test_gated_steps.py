@@ -19,6 +19,7 @@ from replayssm.cache import ReplayCache
 from replayssm.geometry import Geometry
 from replayssm.kernels.triton import gdn, kda, mamba2
 from replayssm.kernels.triton.gates import Gates
+from replayssm.kernels.triton.launch import Launch
 from replayssm.recurrence import FAMILIES
 
 GPU = torch.cuda.is_available()
@@ -93,10 +94,11 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return bool(error <= ERROR)
 
 
+@pytest.mark.parametrize("launch", [None, Launch(16, 2, 2, 8, ahead=True)], ids=["one launch", "two launches"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_cycle_is_that_of_ready_made_gates(case: str) -> None:
+def test_a_cycle_is_that_of_ready_made_gates(case: str, launch: Launch | None) -> None:
     layer = Layer(*CASES[case])
-    outputs, cache = layer.replay(layer.raw, gates=layer.gates)
+    outputs, cache = layer.replay(layer.raw, gates=layer.gates, launch=launch)
     expected, wanted = layer.replay(layer.ready)
     assert close(outputs, expected)
     assert close(cache.state, wanted.state)

@@ -34,6 +34,7 @@ SEED, LAYER = 2**40 + 7, 3
 HALVES = Launch(rows=16, tiles=1, warps=1, lanes=4)
 """Two programs a head; a float32 state takes half as many lanes' numbers at once as one of 16 bits."""
 WHOLE = Launch(rows=16, tiles=2, warps=2, lanes=8)
+AHEAD = Launch(rows=16, tiles=1, warps=2, lanes=8, ahead=True)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_format = pytest.mark.parametrize("format", ["fp16", "bf16"])
 
@@ -113,7 +114,7 @@ REQUESTS = torch.tensor([17, 2**33 + 5, 4, 2**32 - 1, 6])
 
 @every_family
 @every_format
-@pytest.mark.parametrize("launch", [HALVES, WHOLE])
+@pytest.mark.parametrize("launch", [HALVES, WHOLE, AHEAD])
 def test_a_flush_rounds_as_defined(family: str, format: str, launch: Launch) -> None:
     requests = REQUESTS.to(DEVICE)
     flush = Flush(family, format)
