@@ -10,6 +10,7 @@ tool that sees nothing proves nothing. Exit status: 0 all is clean, 1 something 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -36,8 +37,8 @@ def find() -> str | None:
 
 
 def step_everything(family: str) -> None:
-    """A whole cycle of the family's steps, one token at a time and in windows, in each state format and class of
-    launch."""
+    """Whole cycles of the family's steps, one token at a time in one launch and in two, and in windows, in each state
+    format and class of launch."""
     import torch
 
     from experiments.inputs import make_inputs
@@ -46,6 +47,7 @@ def step_everything(family: str) -> None:
     from replayssm.formats import DTYPES
     from replayssm.geometry import Geometry
     from replayssm.kernels.triton.families import KERNELS
+    from replayssm.kernels.triton.launch import Launch
     from replayssm.kernels.triton.verify_commit import commit_window
     from replayssm.kernels.triton.verify_families import VERIFY
     from replayssm.kernels.triton.verify_snapshots import snapshots_step
@@ -61,8 +63,8 @@ def step_everything(family: str) -> None:
             # Free ring entries hold NaN, which no access depends on.
             layer.cursor.copy_(torch.arange(rows) % LENGTH)
             out = torch.empty(rows, geometry.heads, geometry.head_dim, dtype=torch.bfloat16, device="cuda")
-            for token in inputs:
-                kernels.replay_step(out, layer, token, slots)
+            for launch, token in itertools.product((None, Launch(16, 1, 2, 8, ahead=True)), inputs):
+                kernels.replay_step(out, layer, token, slots, launch)
                 cache.commit(batch)
             kernels.stored_step(out, layer.state, inputs[0], slots)
 

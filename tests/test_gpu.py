@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ STEPS, LAST = 4096, 256
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_format = pytest.mark.parametrize("format", DTYPES)
+AHEAD = Launch(rows=16, tiles=1, warps=2, lanes=8, ahead=True)
+every_form = pytest.mark.parametrize("launch", [None, AHEAD], ids=["one launch", "two launches"])
 
 
 def geometry(family: str) -> Geometry:
@@ -53,9 +56,11 @@ def geometry(family: str) -> Geometry:
 class Layer:
     """One layer of a cache whose rows use every slot, and the tokens of a request a row."""
 
-    def __init__(self, family: str, format: str, *, rows: int, tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, family: str, format: str, *, rows: int, tokens: int, seed: int = 0, launch: Launch | None = None
+    ) -> None:
         shape = geometry(family)
-        self.kernels, self.rows = KERNELS[family], rows
+        self.kernels, self.rows, self.launch = KERNELS[family], rows, launch
         self.cache = ReplayCache(shape, slots=rows, interval_length=LENGTH, state_dtype=DTYPES[format], device=DEVICE)
         self.batch = self.cache.batch(self.cache.allocate(rows))
         self.start = make_state(shape, rows, dtype=torch.float32, seed=seed + 1, device=DEVICE)
@@ -68,7 +73,7 @@ class Layer:
         self.kernels.stored_step(self.out, self.layer.state, self.inputs[token], self.slots)
 
     def replay(self, token: int) -> None:
-        self.kernels.replay_step(self.out, self.layer, self.inputs[token], self.slots)
+        self.kernels.replay_step(self.out, self.layer, self.inputs[token], self.slots, self.launch)
 
     def stagger(self) -> None:
         """Every row at another point of its cycle, with a ring as some steps have left it."""
@@ -105,7 +110,7 @@ def drift(family: str, format: str, step: Callable[[int], tuple[Tensor, Tensor]]
 @every_format
 def test_drift_is_within_twice_that_of_an_honest_stored_recurrence(family: str, format: str) -> None:
     """The honest one: torch in float32, its state rounded to the format after every step. Replay rounds once in 16."""
-    layers = [Layer(family, format, rows=3, tokens=STEPS) for _ in range(2)]
+    layers = [Layer(family, format, rows=3, tokens=STEPS, launch=launch) for launch in (None, None, AHEAD)]
     inputs, held = layers[0].inputs, nearest_round(layers[0].start, format).float()
 
     def honest(token: int) -> tuple[Tensor, Tensor]:
@@ -118,16 +123,18 @@ def test_drift_is_within_twice_that_of_an_honest_stored_recurrence(family: str, 
         layers[0].stored(token)
         return layers[0].out, layers[0].layer.state
 
-    def replay(token: int) -> tuple[Tensor, Tensor]:
-        layers[1].replay(token)
-        layers[1].cache.commit(layers[1].batch)
-        return layers[1].out, layers[1].layer.state
+    def replayed(layer: Layer, token: int) -> tuple[Tensor, Tensor]:
+        layer.replay(token)
+        layer.cache.commit(layer.batch)
+        return layer.out, layer.layer.state
 
+    steps = {"stored": stored, "replay": partial(replayed, layers[1]), "two launches": partial(replayed, layers[2])}
     first = held
     budget = [2 * error for error in drift(family, format, honest, first, inputs)]
-    found = {step.__name__: drift(family, format, step, first, inputs) for step in (stored, replay)}
-    assert layers[1].layer.flushes.tolist() == [STEPS // LENGTH] * 3
-    assert layers[1].layer.cursor.tolist() == [0] * 3
+    found = {name: drift(family, format, step, first, inputs) for name, step in steps.items()}
+    for layer in layers[1:]:
+        assert layer.layer.flushes.tolist() == [STEPS // LENGTH] * 3
+        assert layer.layer.cursor.tolist() == [0] * 3
     for name, errors in found.items():
         assert errors[0] <= budget[0], f"{name}: outputs {errors[0]:.2e}, accepted {budget[0]:.2e}"
         assert errors[1] <= budget[1], f"{name}: state {errors[1]:.2e}, accepted {budget[1]:.2e}"
@@ -150,9 +157,10 @@ def advance(layer: CacheLayer) -> None:
 
 @every_family
 @every_format
-def test_a_graph_does_what_its_steps_do(family: str, format: str) -> None:
+@every_form
+def test_a_graph_does_what_its_steps_do(family: str, format: str, launch: Launch | None) -> None:
     """Bit for bit, over two replays of a graph of a whole cycle, with rows that flush at different steps of it."""
-    eager, graphed = (Layer(family, format, rows=5, tokens=LENGTH) for _ in range(2))
+    eager, graphed = (Layer(family, format, rows=5, tokens=LENGTH, launch=launch) for _ in range(2))
     outputs = [torch.zeros(LENGTH, *layer.out.shape, device=DEVICE) for layer in (eager, graphed)]
     for layer in (eager, graphed):
         layer.stagger()
@@ -177,9 +185,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @every_family
 @every_format
+@every_form
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_a_step_neither_allocates_nor_waits(family: str, format: str, rows: int) -> None:
-    layer = Layer(family, format, rows=rows, tokens=LENGTH)
+def test_a_step_neither_allocates_nor_waits(family: str, format: str, rows: int, launch: Launch | None) -> None:
+    layer = Layer(family, format, rows=rows, tokens=LENGTH, launch=launch)
     layer.stagger()
     for step in (layer.stored, layer.replay):
         step(0)
