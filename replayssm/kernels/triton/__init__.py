@@ -1,4 +1,4 @@
-"""The Triton back end: one launch a step, for NVIDIA GPUs; with ``TRITON_INTERPRET=1`` also on a CPU, slowly.
+"""The Triton back end, for NVIDIA GPUs; with ``TRITON_INTERPRET=1`` also on a CPU, slowly.
 
 Each family has ``stored_step`` and ``replay_step`` as `replayssm.kernels` describes them, with one argument more:
 ``launch``, a `replayssm.kernels.triton.launch.Launch`, by default what `replayssm.kernels.triton.launch_table` chooses:
@@ -10,5 +10,6 @@ nothing and never waits for the device, so that it can be captured in a CUDA gra
 
 A step is bound by reading the state once. A program walks its rows in tiles, several on their way at a time; what ring
 and token add to its outputs is one vector, computed before. A row whose ring is full takes the other branch of the same
-launch: ring and token become one product on tensor cores, added to each tile, which is written back in place.
+launch: ring and token become one product on tensor cores, added to each tile, which is written back in place. With
+``Launch.ahead`` a step is two launches instead: flushes and the products over the ring, then the reads.
 """

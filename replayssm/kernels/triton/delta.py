@@ -1,4 +1,4 @@
-"""GDN and KDA in Triton: the stored-state step and the replay step, one launch each.
+"""GDN and KDA in Triton: stored-state and replay step, one launch each; `delta_ahead` has the latter in two.
 
 The two differ in the decay: a scalar a value head, or, ``CHANNELS``, one a key channel, which then belongs to the key
 side of every product. Program ``(row, head, part)`` owns some rows of one head's state. S.q and S.k come from one pass

@@ -1,7 +1,7 @@
-"""Mamba-2 in Triton: the stored-state step and the replay step, one launch each.
+"""Mamba-2 in Triton: the stored-state step and the replay step, one launch each; `mamba2_ahead` has it in two.
 
 Program ``(row, head, part)`` owns some rows of one head's state. All heads of a group need B_j . C over the ring; each
-program computes these itself, from a ring that the group's programs find in L2: cheaper than a launch of its own.
+program computes these itself, from a ring that the group's programs find in L2.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
