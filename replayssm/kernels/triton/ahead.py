@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from replayssm.cache import CacheLayer
-from replayssm.kernels.triton.launch import Cut
+from replayssm.kernels.triton.launch import Cut, power_of_two
 from replayssm.kernels.triton.rounding import INTERPRETED
 
 WARPS = 4
@@ -22,10 +22,10 @@ SCALARS = tl.constexpr(4)
 
 
 def workspace(layer: CacheLayer, rows: int, cut: Cut, words: int) -> Tensor:
-    """``[rows,H,words + SCALARS]`` float32 between the launches of a step. The layers of a cache share it; made when a
-    size is first asked for.
+    """``[rows,H,words + SCALARS]`` float32 between the launches of a step, rows up to a power of two. The layers of a
+    cache share it; made when a size is first asked for, and kept, since graphs may have captured it.
     """
-    shape = (rows, cut.H, words + SCALARS.value)
+    shape = (power_of_two(rows), cut.H, words + SCALARS.value)
     if shape not in layer.workspace:
         layer.workspace[shape] = torch.empty(shape, dtype=torch.float32, device=layer.state.device)
     return layer.workspace[shape]
