@@ -103,7 +103,8 @@ def test_layers_share_workspaces_which_stay_where_graphs_have_them() -> None:
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])
 def test_two_groups_of_heads_do_what_they_do_in_one_launch(family: str) -> None:
-    """A cycle of rows that flush one after the other; the memory of both caches."""
+    """A cycle of rows that flush one after the other, of inputs that have strides of their own; the memory of both
+    caches."""
     shape = Geometry(family, 4, 2, 20, 16)
     launches = Launch(16, 1, 1, 8, at_once=True), Launch(16, 1, 1, 8, eager=True, ahead=True)
     caches = [
@@ -115,7 +116,14 @@ def test_two_groups_of_heads_do_what_they_do_in_one_launch(family: str) -> None:
         cache.layer(0).state.copy_(make_state(shape, 2, dtype=torch.float32, seed=2, device=DEVICE))
     for number, token in enumerate(tokens):
         outs = []
-        for cache, (first, second), launch in zip(caches, requests, launches, strict=True):
+        if family == "mamba2":
+            token = token._replace(z=2 * token.x.flip(0))
+        cut_out = (
+            t if t is None or t.dim() == 1 else torch.cat([t] * (2 + place), dim=1)[:, : t.shape[1]]
+            for place, t in enumerate(token)
+        )
+        given = token, type(token)(*cut_out)
+        for cache, (first, second), launch, token in zip(caches, requests, launches, given, strict=True):
             batch = cache.batch([first, None if number == 0 else second])
             outs.append(torch.zeros(2, 4, 20, device=DEVICE))
             KERNELS[family].replay_step(outs[-1], cache.layer(0), token, cache.index(batch), launch)
