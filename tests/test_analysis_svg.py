@@ -67,5 +67,5 @@ def test_small_numbers_keep_their_digits():
 
 
 def test_groups_that_say_nothing_are_left_out_and_no_other():
-    svg = '<g id="a"><g><g clip-path="url(#b)"><g/><path d="M 1 2 \nL 3.5 -4 \nz"/></g></g><g class="c"/></g>'
-    assert compact(svg, "f") == '<g clip-path="url(#f0)"><path d="M1 2L3.5 -4z"/></g><g class="c"/>'
+    svg = '<g id="a"><g><g clip-path="url(#b)"><g/><path d="M 1 2 \nL 3.5 -4 \nz"/></g><use/></g><g class="c"/></g>'
+    assert compact(svg, "f") == '<g clip-path="url(#f0)"><path d="M1 2L3.5 -4z"/></g><use/><g class="c"/>'

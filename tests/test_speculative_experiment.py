@@ -220,6 +220,10 @@ def test_a_mismatch_must_be_a_near_tie() -> None:
     empty = torch.zeros(3, 2)
     first = WindowTrace(a, empty, logprob, own, lead)
     assert noise(first, WindowTrace(b, empty, empty, own, lead)) == pytest.approx(0.2)
+    again, behind = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0.0, 0.0], [0.0, 9.0], [0.0, 9.0]])
+    first.accepted, first.lead_of_step = torch.cat([own, again]), empty
+    second = WindowTrace(b, behind, empty, torch.cat([other, again]), behind)
+    assert noise(first, second) == noise(second, first) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("lead", "statuses"), [(1.0, ["ok", "incorrect", "incorrect"]), (0.0, ["ok"] * 3)])
