@@ -91,7 +91,7 @@ def _replay_few(geometry: Geometry) -> list[AnyLaunch]:
         *(Launch(rows, 1, warps, 16, 1, at_once=True, **more) for rows, warps in ((8, 1), (16, 4))),
         *(Launch(rows, 1, warps, lanes, 1, registers=cap) for rows, warps, lanes, cap in (*walked, (16, 2, 8, 128))),
         *(Launch(16, tiles, warps, 8, 3, registers=cap) for tiles, (warps, cap) in walks),
-        *(Launch(16, whole, 4, 8, 3, registers=cap) for cap in (None, 128)),
+        *(Launch(16, tiles, warps, 8, 3) for tiles, warps in ((whole, 4), (-(-whole // 2), 1))),
         *_ahead(((16, 1, 1), (16, 1, 2), (32, 1, 2), (32, 1, 4), (64, 1, 4), (16, 2, 1))),
     ]
 

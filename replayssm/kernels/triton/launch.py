@@ -70,10 +70,10 @@ def replay_launch(geometry: Geometry, batch_size: int, state_bytes: int) -> Laun
     if geometry.family == "kda":
         if heads < 64:
             return Launch(rows=16, tiles=1, warps=2, at_once=True)
-        if heads < 512:
+        if heads < 256:
             return Launch(rows=16, tiles=1, warps=1, lanes=16, registers=168)
         if heads < 1024:
-            return Launch(rows=16, tiles=tiles, warps=4, lanes=8, registers=128)
+            return Launch(rows=16, tiles=half, warps=1, lanes=8)
         return Launch(rows=16, tiles=tiles, warps=2, lanes=8, registers=168)
     if geometry.family == "gdn":
         if heads < 128:
