@@ -35,7 +35,7 @@ MINOR = ("experiment", "device_kind", "kind", "timing", "arms", "interval_over")
 LONG = 32
 """Characters from which on the cells of a column break their lines."""
 SHOWN_ROWS, OPEN_ROWS = 400, 40
-"""Rows up to which a table is shown open."""
+"""Rows up to which a table is shown, and shown open."""
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
 )

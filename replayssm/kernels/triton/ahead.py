@@ -18,7 +18,7 @@ WARPS = 4
 OVERLAPS = 90
 """Compute capability, times ten, from which on a launch may start beside the one before it."""
 SCALARS = tl.constexpr(4)
-"""Numbers of a row and head behind their weights, kept for at most as many."""
+"""Room for the numbers of a row and head behind their weights."""
 
 
 def workspace(layer: CacheLayer, rows: int, cut: Cut, words: int) -> Tensor:

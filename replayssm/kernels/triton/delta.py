@@ -180,13 +180,13 @@ def replay_step(
     ring_strides = _check_ring(layer, geometry, inputs)
     rows = len(slots)
     launch = launch or launch_for(geometry, rows, layer.state, layer.interval_length)
-    cut = Cut.of(geometry, launch, layer.state, layer)
     ring = _Ring(**layer.ring, cursor=layer.cursor, origin=layer.origin, flushes=layer.flushes)
     if rows and launch.ahead:
         launch_both(
             out, layer, ring, inputs, slots, strides, ring_strides, rounding, gates, geometry, launch, form
         )  # fmt: skip
     elif rows:
+        cut = Cut.of(geometry, launch, layer.state, layer)
         _replay_kernel[(cut.PARTS * cut.H * rows,)](
             out,
             layer.state,
